@@ -1,0 +1,340 @@
+"""The trainable part of SeKV: routing projections, thresholds and the rank gate (method sections 1.2 and 1.3)."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from sekv.backbone import Backbone, compare_fingerprints
+from sekv.errors import AdapterError, PolicyError
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class SeKVConfig:
+    """What an adapter was trained for; a policy starts from these values.
+
+    Attributes:
+        routing_dim: d_r, rows of each head's projection.
+        max_rank: r_max, most components kept of a span's keys and of its values.
+        gate_hidden: width of the rank gate's hidden layer.
+        alpha: anchors are tokens whose surprisal exceeds mean + alpha * standard deviation.
+        min_span: shorter spans stay exact, in tokens.
+        max_span: longer spans are split, in tokens.
+        persistent_share: share of the budget that exact rows and summaries may take.
+        segmentation: `surprisal`, or `fixed` for equal chunks (ablation).
+        anchors: keep anchors exact; False is an ablation.
+        summary_weights: `surprisal`, or `uniform` (ablation).
+        rope: factor keys `pre` or `post` rotation.
+        share_group: all heads of a KV group attend to the union of their spans; False gives per-head masks.
+        threshold: `head` for one threshold per layer and head, `global` for a single one (ablation).
+    """
+
+    routing_dim: int = 32
+    max_rank: int = 16
+    gate_hidden: int = 32
+    alpha: float = 1.0
+    min_span: int = 4
+    max_span: int = 64
+    persistent_share: float = 0.5
+    segmentation: str = "surprisal"
+    anchors: bool = True
+    summary_weights: str = "surprisal"
+    rope: str = "pre"
+    share_group: bool = True
+    threshold: str = "head"
+
+    def __post_init__(self) -> None:
+        choices = {
+            "segmentation": ("surprisal", "fixed"),
+            "summary_weights": ("surprisal", "uniform"),
+            "rope": ("pre", "post"),
+            "threshold": ("head", "global"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise PolicyError(f"{name} '{getattr(self, name)}' is unknown; use one of {', '.join(allowed)}")
+        for name in ("routing_dim", "max_rank", "gate_hidden"):
+            if getattr(self, name) < 1:
+                raise PolicyError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class LayerRouter(NamedTuple):
+    """Routing parameters of one layer, float32.
+
+    Attributes:
+        projection: W [H, d_r, d].
+        threshold: tau in (0, 1) [H].
+        scale: factor on the inner product [H], positive.
+        length_coefficient: factor on log|S| [H], not negative.
+        bias: added to the logit [H].
+    """
+
+    projection: Tensor
+    threshold: Tensor
+    scale: Tensor
+    length_coefficient: Tensor
+    bias: Tensor
+
+
+class RankGate(nn.Module):
+    """g = sigmoid(MLP([sigma_i / sigma_1; k_S / |k_S|])): how much of each component a span keeps.
+
+    One network serves keys and values of every layer and head.
+
+    Args:
+        max_rank: r_max.
+        head_dim: d.
+        hidden: width of the hidden layer.
+    """
+
+    def __init__(self, max_rank: int, head_dim: int, hidden: int) -> None:
+        super().__init__()
+        self.max_rank = max_rank
+        self.inner = nn.Linear(max_rank + head_dim, hidden)
+        self.outer = nn.Linear(hidden, max_rank)
+        nn.init.normal_(self.outer.weight, std=0.02)
+        nn.init.constant_(self.outer.bias, 3.0)  # starts by keeping nearly everything
+
+    def forward(self, sigma: Tensor, summary_key: Tensor) -> Tensor:
+        """Gates in (0, 1).
+
+        Args:
+            sigma: singular values, descending [..., r] with r <= r_max.
+            summary_key: k_S [..., d].
+
+        Returns:
+            [..., r] float32.
+        """
+        rank = sigma.shape[-1]
+        spectrum = sigma / sigma[..., :1].clamp_min(1e-12)
+        spectrum = nn.functional.pad(spectrum, (0, self.max_rank - rank))
+        direction = nn.functional.normalize(summary_key.float(), dim=-1)
+        hidden = nn.functional.gelu(self.inner(torch.cat([spectrum, direction], dim=-1)))
+        return torch.sigmoid(self.outer(hidden))[..., :rank]
+
+
+class SeKVAdapter(nn.Module):
+    """Everything SeKV trains. The backbone stays frozen and is not part of this module.
+
+    Args:
+        layers: indices of the backbone's layers that are compressed.
+        num_heads: query heads H per layer.
+        head_dim: dimension d of a head.
+        config: hyper-parameters.
+        fingerprint: identity of the backbone, saved beside the weights and checked at loading.
+        backbone_parameters: parameters of the backbone, for the share; None when unknown.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        num_heads: int,
+        head_dim: int,
+        config: SeKVConfig,
+        fingerprint: Mapping[str, Any],
+        backbone_parameters: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config, self.fingerprint = config, dict(fingerprint)
+        self.layers = tuple(layers)
+        self.backbone_parameters = backbone_parameters
+        n, heads, dim = len(self.layers), num_heads, head_dim
+        if config.routing_dim > dim:
+            raise PolicyError(f"routing_dim {config.routing_dim} exceeds the head dimension {dim}")
+        directions = torch.randn(n * heads, dim, config.routing_dim, generator=torch.Generator().manual_seed(0))
+        basis = torch.linalg.qr(directions).Q.mT.reshape(n, heads, config.routing_dim, dim)
+        self.projection = nn.Parameter(basis.contiguous())
+        shape = (n, heads) if config.threshold == "head" else (1, 1)
+        self.threshold_logit = nn.Parameter(torch.zeros(shape))
+        self.log_scale = nn.Parameter(torch.zeros(n, heads))
+        self.length_raw = nn.Parameter(torch.full((n, heads), math.log(math.e - 1.0)))  # softplus gives 1
+        self.bias = nn.Parameter(torch.zeros(n, heads))
+        self.gate = RankGate(config.max_rank, dim, config.gate_hidden)
+
+    @classmethod
+    def create(cls, backbone: Backbone, config: SeKVConfig | None = None) -> SeKVAdapter:
+        """A fresh adapter for a backbone, on its device."""
+        shape = backbone.geometry
+        adapter = cls(
+            shape.compressible,
+            shape.num_heads,
+            shape.head_dim,
+            config or SeKVConfig(),
+            backbone.fingerprint(),
+            backbone.num_parameters,
+        )
+        return adapter.to(backbone.device)
+
+    @property
+    def num_parameters(self) -> int:
+        """Trainable parameters."""
+        return sum(p.numel() for p in self.parameters())
+
+    @property
+    def parameter_share(self) -> float | None:
+        """Trainable parameters over the backbone's, or None when the backbone is unknown."""
+        return self.num_parameters / self.backbone_parameters if self.backbone_parameters else None
+
+    def router(self, layer: int) -> LayerRouter:
+        """Routing parameters of a backbone layer."""
+        try:
+            i = self.layers.index(layer)
+        except ValueError:
+            raise AdapterError(f"the adapter has no router for layer {layer}; it has layers {list(self.layers)}") from None
+        threshold = self.threshold_logit.expand(len(self.layers), self.bias.shape[1])[i]
+        return LayerRouter(
+            projection=self.projection[i],
+            threshold=torch.sigmoid(threshold),
+            scale=self.log_scale[i].exp(),
+            length_coefficient=nn.functional.softplus(self.length_raw[i]),
+            bias=self.bias[i],
+        )
+
+    def check_backbone(self, backbone: Backbone) -> None:
+        """Refuses a backbone the adapter was not trained for.
+
+        Raises:
+            AdapterError: names every difference, both sides.
+        """
+        differences = compare_fingerprints(self.fingerprint, backbone.fingerprint())
+        if differences:
+            raise AdapterError(
+                f"the adapter was trained for another backbone than {backbone.name}: {'; '.join(differences)}. "
+                "Load the backbone it was trained for, or train an adapter for this one with `sekv train`."
+            )
+
+    def save_pretrained(self, directory: str | Path, extra: Mapping[str, Any] | None = None) -> Path:
+        """Writes adapter_config.json and adapter_model.safetensors, each under a temporary name first.
+
+        Args:
+            directory: created when missing.
+            extra: JSON-able facts about the training, kept under `training`.
+
+        Returns:
+            The directory.
+        """
+        from sekv import __version__
+
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        payload = {
+            "format_version": FORMAT_VERSION,
+            "sekv_version": __version__,
+            "config": asdict(self.config),
+            "backbone": self.fingerprint,
+            "backbone_parameters": self.backbone_parameters,
+            "training": dict(extra or {}),
+        }
+        tensors = {name: p.detach().cpu().contiguous() for name, p in self.state_dict().items()}
+        weights, config = folder / (WEIGHTS_NAME + ".tmp"), folder / (CONFIG_NAME + ".tmp")
+        save_file(tensors, weights)
+        config.write_text(json.dumps(payload, indent=2) + "\n")
+        os.replace(weights, folder / WEIGHTS_NAME)
+        os.replace(config, folder / CONFIG_NAME)
+        return folder
+
+    @classmethod
+    def from_pretrained(cls, directory: str | Path, backbone: Backbone | None = None) -> SeKVAdapter:
+        """Loads an adapter; nothing in the files is executed.
+
+        Args:
+            directory: folder with adapter_config.json and adapter_model.safetensors.
+            backbone: checked against the adapter's fingerprint, and where the adapter is put.
+
+        Returns:
+            The adapter in evaluation mode.
+
+        Raises:
+            AdapterError: a file is missing or corrupt, tensors are missing, unexpected or misshapen, or the backbone is not
+                the one the adapter was trained for.
+        """
+        folder = Path(directory)
+        payload = read_adapter_config(folder)
+        adapter = cls(
+            *_shape(payload["backbone"], folder),
+            _config(payload["config"], folder),
+            payload["backbone"],
+            payload.get("backbone_parameters"),
+        )
+        if backbone is not None:
+            adapter.check_backbone(backbone)
+        adapter._load_tensors(folder / WEIGHTS_NAME)
+        if backbone is not None:
+            adapter.to(backbone.device)
+        return adapter.eval().requires_grad_(False)
+
+    def _load_tensors(self, path: Path) -> None:
+        if not path.is_file():
+            raise AdapterError(f"{path} does not exist; an adapter folder holds {CONFIG_NAME} and {WEIGHTS_NAME}")
+        try:
+            tensors = load_file(path)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise AdapterError(f"{path} is corrupt or truncated ({error}); export the adapter again") from None
+        expected = self.state_dict()
+        problems = [f"missing tensor '{name}'" for name in sorted(expected.keys() - tensors.keys())]
+        problems += [f"unexpected tensor '{name}'" for name in sorted(tensors.keys() - expected.keys())]
+        problems += [
+            f"tensor '{name}' has shape {list(tensors[name].shape)}, expected {list(expected[name].shape)}"
+            for name in sorted(expected.keys() & tensors.keys())
+            if tensors[name].shape != expected[name].shape
+        ]
+        if problems:
+            raise AdapterError(f"{path} does not fit its {CONFIG_NAME}: {'; '.join(problems)}")
+        self.load_state_dict(tensors)
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """The content of adapter_config.json, checked for its parts.
+
+    Raises:
+        AdapterError: missing, not JSON, another format version, or incomplete.
+    """
+    path = folder / CONFIG_NAME
+    if not path.is_file():
+        raise AdapterError(f"{path} does not exist; give a folder made by `sekv export` (it holds {CONFIG_NAME})")
+    try:
+        payload = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise AdapterError(f"{path} is not valid JSON ({error}); export the adapter again") from None
+    if not isinstance(payload, dict) or payload.get("format_version") != FORMAT_VERSION:
+        found = payload.get("format_version") if isinstance(payload, dict) else None
+        raise AdapterError(f"{path} has format version {found}, this version of sekv reads {FORMAT_VERSION}")
+    missing = [key for key in ("config", "backbone") if not isinstance(payload.get(key), dict)]
+    if missing:
+        raise AdapterError(f"{path} lacks {', '.join(missing)}; export the adapter again")
+    return payload
+
+
+def _config(values: Mapping[str, Any], folder: Path) -> SeKVConfig:
+    known = {f.name for f in fields(SeKVConfig)}
+    unknown = sorted(values.keys() - known)
+    if unknown:
+        raise AdapterError(
+            f"{folder / CONFIG_NAME} has unknown settings {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
+    try:
+        return SeKVConfig(**values)
+    except (TypeError, PolicyError) as error:
+        raise AdapterError(f"{folder / CONFIG_NAME}: {error}") from None
+
+
+def _shape(fingerprint: Mapping[str, Any], folder: Path) -> tuple[list[int], int, int]:
+    """Compressible layers, query heads and head dimension of the backbone the adapter was made for."""
+    try:
+        return list(fingerprint["compressible"]), int(fingerprint["num_heads"]), int(fingerprint["head_dim"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise AdapterError(f"{folder / CONFIG_NAME}: the backbone's fingerprint is incomplete ({error})") from None

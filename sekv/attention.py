@@ -1,0 +1,72 @@
+"""Mixed-resolution attention: one softmax over rows of every kind, for training and inference (method section 1.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RowSet:
+    """Rows of one kind that queries attend to.
+
+    Dimensions: B batch, K KV heads, G query heads per KV head, Q queries, R rows, d head dimension.
+
+    Attributes:
+        key: [B, K, R, d].
+        value: [B, K, R, d].
+        bias: added to the logits, float32, broadcastable to [B, K, G, Q, R]; log|S| for summaries.
+        visible: rows a query may see, bool, broadcastable to [B, K, G, Q, R]; None shows all.
+        gate: weights in [0, 1] on the rows' exponentials, float32, broadcastable to [B, K, G, Q, R]. A hard 0/1 gate with a
+            straight-through gradient trains the decision; it equals `visible` in the forward pass.
+    """
+
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None = None
+    visible: Tensor | None = None
+    gate: Tensor | None = None
+
+
+def mixed_attention(query: Tensor, row_sets: list[RowSet], scaling: float) -> tuple[Tensor, list[Tensor]]:
+    """Attends to all rows of all sets in one softmax.
+
+    Args:
+        query: [B, H, Q, d] with H = K * G.
+        row_sets: at least one; every query must see at least one row.
+        scaling: factor on q.k.
+
+    Returns:
+        The output [B, H, Q, d] in the query's dtype, and per set the attention mass [B, K, G, Q, R] in float32.
+    """
+    batch, heads, n_queries, dim = query.shape
+    kv_heads = row_sets[0].key.shape[1]
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads * n_queries, dim)
+    shape = (batch, kv_heads, heads // kv_heads, n_queries, -1)
+    logits = torch.cat([_logits(grouped, rows, shape, scaling) for rows in row_sets], dim=-1)
+    # A query without visible rows (padding of a batch) gets zeros instead of NaN.
+    peak = logits.detach().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).min)
+    weights = torch.exp(logits - peak)
+    sizes = [rows.key.shape[2] for rows in row_sets]
+    if any(rows.gate is not None for rows in row_sets):
+        parts = zip(weights.split(sizes, dim=-1), row_sets, strict=True)
+        weights = torch.cat([w if rows.gate is None else w * rows.gate for w, rows in parts], dim=-1)
+    mass = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+    masses = list(mass.split(sizes, dim=-1))
+    output = sum(
+        (m.reshape(batch, kv_heads, -1, m.shape[-1]).to(rows.value.dtype) @ rows.value).float()
+        for m, rows in zip(masses, row_sets, strict=True)
+    )
+    assert isinstance(output, Tensor)
+    return output.reshape(batch, heads, n_queries, -1).to(query.dtype), masses
+
+
+def _logits(grouped: Tensor, rows: RowSet, shape: tuple[int, ...], scaling: float) -> Tensor:
+    logits = (grouped @ rows.key.mT).float().reshape(shape[:-1] + (rows.key.shape[2],)) * scaling
+    if rows.bias is not None:
+        logits = logits + rows.bias
+    if rows.visible is not None:
+        logits = logits.masked_fill(~rows.visible, -torch.inf)
+    return logits

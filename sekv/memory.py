@@ -1,0 +1,182 @@
+"""The two resolutions of every span of one layer: summaries and gated low-rank bases (method section 1.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sekv.adapter import RankGate
+from sekv.factors import truncated_svd
+from sekv.rotary import rotate, unrotate
+from sekv.segmentation import Segmentation
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary tables of the context's tokens, cos and sin [B, N, rot] float32."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class SpanTokens:
+    """Where the tokens of the spans are.
+
+    Dimensions: B batch, S spans, L longest span, T most span tokens of any row.
+
+    Attributes:
+        padded_index: token index in the context [B, S, L], 0 beyond a span's length.
+        padded_mask: [B, S, L].
+        slot: position of each span token in the flattened [S * L] axis [B, T].
+        span: span of each span token [B, T].
+        mask: True where a span token is real [B, T].
+    """
+
+    padded_index: Tensor
+    padded_mask: Tensor
+    slot: Tensor
+    span: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, segmentation: Segmentation) -> SpanTokens:
+        """Index tables of a partition."""
+        start, length = segmentation.span_start, segmentation.span_length
+        longest = max(1, int(length.max()))
+        offset = torch.arange(longest, device=start.device)
+        padded_mask = offset < length[..., None]
+        padded_index = torch.where(padded_mask, start[..., None] + offset, 0)
+        flat = padded_mask.flatten(1)
+        count = flat.sum(1)
+        order = (~flat).int().argsort(dim=1, stable=True)[:, : max(1, int(count.max()))]
+        mask = torch.arange(order.shape[1], device=start.device) < count[:, None]
+        return cls(padded_index, padded_mask, order, order // longest, mask)
+
+
+@dataclass(frozen=True)
+class SpanMemory:
+    """Summaries and bases of one layer's spans.
+
+    Dimensions: B batch, K KV heads, S spans, L longest span, r components, d head dimension, T span tokens.
+
+    Attributes:
+        summary_key: surprisal-weighted mean key of each span [B, K, S, d], in the backbone's dtype.
+        summary_value: likewise for values.
+        raw_key: rotated keys of the spans' tokens [B, K, S, L, d], zero beyond a span's length.
+        raw_value: values, likewise.
+        key_basis: U, sigma, V^T of the keys as factored (before or after RoPE), float32.
+        value_basis: U, sigma, V^T of the values, float32.
+        key_gate: g [B, K, S, r]; differentiable when the rank gate is.
+        value_gate: g for the values.
+    """
+
+    summary_key: Tensor
+    summary_value: Tensor
+    raw_key: Tensor
+    raw_value: Tensor
+    key_basis: tuple[Tensor, Tensor, Tensor]
+    value_basis: tuple[Tensor, Tensor, Tensor]
+    key_gate: Tensor
+    value_gate: Tensor
+
+
+def build_memory(
+    key: Tensor,
+    value: Tensor,
+    tokens: SpanTokens,
+    weights: Tensor,
+    max_rank: int,
+    gate: RankGate | None = None,
+    rope: Rope | None = None,
+) -> SpanMemory:
+    """Builds summaries and bases, batched over batch rows, KV heads and spans.
+
+    Args:
+        key: rotated keys [B, K, N, d].
+        value: [B, K, N, d].
+        tokens: where the spans' tokens are.
+        weights: summary weight of each context token, not negative [B, N].
+        max_rank: r_max.
+        gate: rank gate; None keeps every component whole.
+        rope: tables to factor keys before RoPE; None factors them as they are.
+
+    Returns:
+        The memory; only the gates carry a gradient.
+    """
+    with torch.no_grad():
+        raw_key, raw_value = (_gather_spans(x, tokens) for x in (key, value))
+        share = _summary_shares(weights, tokens)
+        summary_key, summary_value = (
+            torch.einsum("bsl,bksld->bksd", share, x.float()).to(key.dtype) for x in (raw_key, raw_value)
+        )
+        to_factor = raw_key.float()
+        if rope is not None:
+            to_factor = unrotate(to_factor, *span_rope(rope, tokens))
+            to_factor = to_factor * tokens.padded_mask[:, None, ..., None]
+        key_basis, value_basis = (_factor(x, max_rank) for x in (to_factor, raw_value.float()))
+    if gate is None:
+        key_gate, value_gate = torch.ones_like(key_basis[1]), torch.ones_like(value_basis[1])
+    else:
+        key_gate, value_gate = gate(key_basis[1], summary_key), gate(value_basis[1], summary_key)
+    return SpanMemory(
+        summary_key, summary_value, raw_key, raw_value, key_basis, value_basis, key_gate, value_gate
+    )
+
+
+def _gather_spans(x: Tensor, tokens: SpanTokens) -> Tensor:
+    """Rows of the spans' tokens [B, K, S, L, d] from [B, K, N, d], zero beyond a span's length."""
+    batch, kv_heads, _, dim = x.shape
+    index = tokens.padded_index.flatten(1)[:, None, :, None].expand(batch, kv_heads, -1, dim)
+    rows = x.gather(2, index).reshape(batch, kv_heads, *tokens.padded_index.shape[1:], dim)
+    return rows * tokens.padded_mask[:, None, ..., None]
+
+
+def _summary_shares(weights: Tensor, tokens: SpanTokens) -> Tensor:
+    """Weights that sum to 1 within each span [B, S, L]; uniform where all weights are zero."""
+    batch = weights.shape[0]
+    picked = weights.gather(1, tokens.padded_index.reshape(batch, -1)).reshape(tokens.padded_index.shape)
+    picked = picked * tokens.padded_mask
+    flat = picked.sum(-1, keepdim=True) <= 0
+    picked = torch.where(flat, tokens.padded_mask.to(picked.dtype), picked)
+    return picked / picked.sum(-1, keepdim=True).clamp_min(1e-12)
+
+
+def span_rope(rope: Rope, tokens: SpanTokens) -> tuple[Tensor, Tensor]:
+    """Rotary tables of the spans' tokens, cos and sin [B, 1, S, L, rot]."""
+    index = tokens.padded_index
+    row = torch.arange(index.shape[0], device=index.device)[:, None, None]
+    return rope.cos[row, index][:, None], rope.sin[row, index][:, None]
+
+
+def _factor(rows: Tensor, max_rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Truncated SVD of each span; a span that is not finite gets zero singular values (and stays raw in the store)."""
+    finite = rows.isfinite().all(dim=-1).all(dim=-1)
+    left, sigma, right = truncated_svd(torch.where(finite[..., None, None], rows, 0.0), max_rank)
+    return left, sigma, right
+
+
+def rebuild_rows(
+    basis: tuple[Tensor, Tensor, Tensor], gate: Tensor, raw: Tensor, length: Tensor, rope: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """All spans' rows at the gated rank, for training: sum_i g_i sigma_i u_i v_i^T, raw where factors are not smaller.
+
+    Args:
+        basis: U [B, K, S, L, r], sigma [B, K, S, r], V^T [B, K, S, r, d].
+        gate: g [B, K, S, r].
+        raw: raw rows [B, K, S, L, d].
+        length: tokens per span [B, S].
+        rope: tables from `span_rope` when the basis was made before RoPE.
+
+    Returns:
+        [B, K, S, L, d] in the dtype of `raw`.
+    """
+    left, sigma, right = basis
+    rows = (left * (gate * sigma)[..., None, :]) @ right
+    if rope is not None:
+        rows = rotate(rows, *rope)
+    rank, dim = sigma.shape[-1], raw.shape[-1]
+    stays_raw = (rank * (length + dim) >= length * dim)[:, None] | (sigma[..., 0] == 0)
+    return torch.where(stays_raw[..., None, None], raw, rows.to(raw.dtype))

@@ -1,0 +1,127 @@
+"""What a policy is: it turns each layer's keys and values into a store, within a budget."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sekv.budget import Budget
+from sekv.cache import CompressedCache, StoreLayer
+from sekv.errors import BudgetError, PolicyError
+from sekv.prefill import Prefill
+from sekv.stores.base import Store
+from sekv.stores.full import FullStore
+
+
+@dataclass(kw_only=True)
+class Policy(ABC):
+    """A way to compress a context.
+
+    Attributes:
+        sinks: first tokens that are always kept exactly.
+        tail: last tokens that are always kept exactly.
+    """
+
+    name: ClassVar[str]
+    needs_surprisal: ClassVar[bool] = False
+
+    sinks: int = 4
+    tail: int = 32
+
+    def __post_init__(self) -> None:
+        for option in ("sinks", "tail"):
+            if getattr(self, option) < 0:
+                raise PolicyError(f"{self.name}: {option} must be 0 or more, got {getattr(self, option)}")
+
+    @property
+    def window(self) -> int:
+        """Last queries of the context that the prefill must keep for this policy."""
+        return 0
+
+    def prepare(self, prefill: Prefill, budget: Budget) -> Any:
+        """What all layers share (rows per context, segmentation), computed once; `compress` receives it as `plan`.
+
+        Raises:
+            BudgetError: the budget cannot hold the memory; the message says the smallest that can.
+        """
+        return self.rows(prefill, budget)
+
+    def rows(self, prefill: Prefill, budget: Budget) -> Tensor:
+        """Rows allowed for each context [B]; a context no longer than sinks + tail is kept whole."""
+        lengths = prefill.lengths.tolist()
+        rows = [n if n <= self.sinks + self.tail else budget.rows_for(n) for n in lengths]
+        return torch.tensor(rows, device=prefill.mask.device)
+
+    @abstractmethod
+    def compress(self, prefill: Prefill, layer: int, plan: Any) -> Store:
+        """The store of one compressible layer."""
+
+
+@dataclass(kw_only=True)
+class FullPolicy(Policy):
+    """The full cache: nothing is dropped, whatever the budget says."""
+
+    name: ClassVar[str] = "full"
+
+    def compress(self, prefill: Prefill, layer: int, plan: Any) -> Store:
+        """All rows, exactly."""
+        return full_store(prefill, layer)
+
+
+def full_store(prefill: Prefill, layer: int) -> FullStore:
+    """A store that keeps every row of a layer."""
+    key, value = prefill.key_value(layer)
+    return FullStore(key, value, prefill.mask)
+
+
+def compress(prefill: Prefill, policy: Policy, budget: Budget | str | float | int) -> CompressedCache:
+    """Compresses every layer of a prefill that can be compressed.
+
+    A budget of the whole context, and a context no longer than sinks + tail, keep everything: the full cache, token for
+    token, under every policy.
+
+    Args:
+        prefill: the context, read once.
+        policy: the method.
+        budget: share of the context or number of rows.
+
+    Returns:
+        A cache for `model.generate`; `fork()` it to ask several questions.
+
+    Raises:
+        BudgetError: the budget cannot hold what the policy must keep.
+        PolicyError: the policy cannot run on this backbone or needs what the prefill did not record.
+    """
+    budget = Budget.parse(budget)
+    if policy.needs_surprisal and prefill.surprisal is None:
+        raise PolicyError(f"{policy.name} needs surprisal; call prefill(..., surprisal=True)")
+    keep_all = bool((policy.rows(prefill, budget) >= prefill.lengths).all())
+    layers: list[Any] = []
+    plan = None if keep_all else policy.prepare(prefill, budget)
+    for index in range(prefill.backbone.geometry.num_layers):
+        if index in prefill.native:
+            layers.append(prefill.native[index])
+            continue
+        store = full_store(prefill, index) if keep_all else policy.compress(prefill, index, plan)
+        layers.append(StoreLayer(store, prefill.n_tokens))
+    return CompressedCache(layers, prefill.n_tokens)
+
+
+def check_minimum(rows: Tensor, minimum: Tensor, lengths: Tensor, what: str) -> None:
+    """Refuses a budget in rows [B] below what any context of the batch needs at least [B].
+
+    Raises:
+        BudgetError: names the smallest budget that works, in rows and as a share.
+    """
+    short = (rows < minimum) & (rows < lengths)
+    if bool(short.any()):
+        i = int(short.nonzero()[0])
+        n, least = int(lengths[i]), int(minimum[i])
+        raise BudgetError(
+            f"budget of {int(rows[i])} rows is too small for a context of {n} tokens: {what} needs at least {least} rows "
+            f"(a share of {min(1.0, least / n + 5e-5):.4f})"
+        )

@@ -1,0 +1,164 @@
+"""SeKV: spans at two resolutions, zoomed into by a learned router (method section 1; arXiv 2606.31145)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from sekv.adapter import SeKVAdapter, SeKVConfig
+from sekv.budget import Budget
+from sekv.cache import CompressedCache
+from sekv.errors import BudgetError, PolicyError
+from sekv.memory import Rope, SpanTokens, build_memory
+from sekv.policies.base import Policy, check_minimum, compress
+from sekv.prefill import Prefill
+from sekv.routing import ROUTINGS
+from sekv.segmentation import SegmentationConfig, segment
+from sekv.stores.base import Store
+from sekv.stores.spans import DifferentiableSpanStore, OffloadedSpanStore, Routing, SpanPlan
+
+
+@dataclass(kw_only=True)
+class SeKVPolicy(Policy):
+    """Spans with a summary and a low-rank basis each; every query decides which spans to zoom into.
+
+    Options left at None take the adapter's value, or the default of `SeKVConfig` without an adapter.
+
+    Attributes:
+        adapter: trained projections, thresholds and rank gate; needed by `learned` routing.
+        routing: `learned`, `mean` (untrained inner product) or `oracle` (the teacher's own mass; evaluation only).
+        fill: zoom into spans below their threshold too while rows are left; always so for `mean` and `oracle`.
+        keep_raw: keep raw rows of a span where factors are not smaller; False forces factors.
+        alpha: anchors are tokens whose surprisal exceeds mean + alpha * standard deviation.
+        min_span: shorter spans stay exact, in tokens.
+        max_span: longer spans are split, in tokens.
+        persistent_share: share of the budget for exact rows and summaries.
+        segmentation: `surprisal` or `fixed`.
+        anchors: keep anchors exact.
+        summary_weights: `surprisal` or `uniform`.
+        max_rank: most components used of a basis.
+        rope: factor keys `pre` or `post` rotation.
+        share_group: heads of a KV group share the union of their spans.
+    """
+
+    name: ClassVar[str] = "sekv"
+    needs_surprisal: ClassVar[bool] = True
+
+    adapter: SeKVAdapter | None = field(default=None, repr=False)
+    routing: str = "learned"
+    fill: bool = False
+    keep_raw: bool = True
+    alpha: float | None = None
+    min_span: int | None = None
+    max_span: int | None = None
+    persistent_share: float | None = None
+    segmentation: str | None = None
+    anchors: bool | None = None
+    summary_weights: str | None = None
+    max_rank: int | None = None
+    rope: str | None = None
+    share_group: bool | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.routing not in ROUTINGS:
+            raise PolicyError(f"routing '{self.routing}' is unknown; use one of {', '.join(ROUTINGS)}")
+        if self.routing == "learned" and self.adapter is None:
+            raise PolicyError("sekv routes with a trained adapter: give --adapter DIR, or use sekv[routing=mean]")
+        base = self.adapter.config if self.adapter is not None else SeKVConfig()
+        names = ("alpha", "min_span", "max_span", "persistent_share", "segmentation", "anchors")
+        names += ("summary_weights", "max_rank", "rope", "share_group")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        self._config = replace(base, **given)
+        if self.adapter is not None and self._config.max_rank > self.adapter.config.max_rank:
+            raise PolicyError(f"max_rank {self._config.max_rank} exceeds the adapter's {self.adapter.config.max_rank}")
+        self._segmentation = SegmentationConfig(
+            alpha=self._config.alpha,
+            min_span=self._config.min_span,
+            max_span=self._config.max_span,
+            persistent_share=self._config.persistent_share,
+            sinks=self.sinks,
+            tail=self.tail,
+            method=self._config.segmentation,
+            anchors=self._config.anchors,
+        )
+
+    def prepare(self, prefill: Prefill, budget: Budget) -> SpanPlan:
+        """Cuts the contexts and sees what is left for zooming."""
+        rows, lengths = self.rows(prefill, budget), prefill.lengths
+        minimum = torch.tensor([self._segmentation.minimum_rows(n) for n in lengths.tolist()], device=lengths.device)
+        check_minimum(rows, minimum, lengths, "sekv (sinks, tail, a summary of every span and one zoomed span)")
+        assert prefill.surprisal is not None
+        breaks = prefill.backbone.line_breaks
+        segmentation = segment(
+            prefill.surprisal,
+            prefill.mask,
+            rows,
+            self._segmentation,
+            None if breaks is None else breaks[prefill.input_ids],
+        )
+        rope = Rope(*prefill.backbone.rope(prefill.positions)) if self._config.rope == "pre" else None
+        return SpanPlan(
+            segmentation=segmentation,
+            tokens=SpanTokens.of(segmentation),
+            zoom_rows=(rows - segmentation.persistent_rows).clamp_min(0),
+            lengths=lengths,
+            rope=rope,
+        )
+
+    def compress(self, prefill: Prefill, layer: int, plan: SpanPlan) -> Store:
+        """Summaries and exact rows on the compute tier, bases on the host."""
+        with torch.no_grad():
+            return self._store(OffloadedSpanStore, prefill, layer, plan, keep_raw=self.keep_raw)
+
+    def _store(self, kind: type, prefill: Prefill, layer: int, plan: SpanPlan, **options: bool) -> Store:
+        key, value = prefill.key_value(layer)
+        memory = build_memory(
+            key,
+            value,
+            plan.tokens,
+            self._weights(prefill),
+            self._config.max_rank,
+            None if self.adapter is None else self.adapter.gate,
+            plan.rope,
+        )
+        router = self.adapter.router(layer) if self.routing == "learned" and self.adapter is not None else None
+        routing = Routing(self.routing, router, self.fill, self._config.share_group)
+        return kind(key, value, memory, plan, routing, **options)
+
+    def _weights(self, prefill: Prefill) -> Tensor:
+        assert prefill.surprisal is not None
+        return prefill.surprisal if self._config.summary_weights == "surprisal" else torch.ones_like(prefill.surprisal)
+
+
+@dataclass(kw_only=True)
+class DifferentiableSeKVPolicy(SeKVPolicy):
+    """SeKV with stores that pass gradients to the adapter; used by training only."""
+
+    def compress(self, prefill: Prefill, layer: int, plan: SpanPlan) -> Store:
+        """Every resolution on the compute tier, decisions straight-through."""
+        return self._store(DifferentiableSpanStore, prefill, layer, plan)
+
+
+def training_cache(context: Prefill, adapter: SeKVAdapter, budget: Budget | str | float | int) -> CompressedCache:
+    """A cache over a context whose answers are differentiable in the adapter (method section 1.6).
+
+    Args:
+        context: the context prefix, with surprisal.
+        adapter: being trained.
+        budget: rows for the context.
+
+    Returns:
+        The cache; after a forward pass over the query window each store's `trace` holds what the losses need.
+
+    Raises:
+        BudgetError: the budget keeps a whole context, which leaves nothing to train on, or is too small.
+    """
+    budget = Budget.parse(budget)
+    policy = DifferentiableSeKVPolicy(adapter=adapter)
+    if bool((policy.rows(context, budget) >= context.lengths).all()):
+        raise BudgetError(f"a budget of {budget} keeps these contexts whole: there is nothing to zoom into and nothing to learn")
+    return compress(context, policy, budget)

@@ -1,0 +1,182 @@
+"""What every store has: an answer for queries, exact rows for tokens decoded after the context, and meters."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the storages behind `tensors`, each storage counted once however many views look at it."""
+    seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(seen.values())
+
+
+@dataclass
+class Meter:
+    """What a store did since its last reset. Rows count the compressed context only (method section 4).
+
+    Attributes:
+        queries: query tokens answered, times KV heads.
+        rows: context rows those queries attended to, summed.
+        moved_bytes: bytes brought from the host tier.
+    """
+
+    queries: float = 0.0
+    rows: float = 0.0
+    moved_bytes: int = 0
+
+    @property
+    def mean_rows(self) -> float:
+        """Mean context rows attended per query token and KV head."""
+        return self.rows / self.queries if self.queries else 0.0
+
+
+class ExactRows:
+    """Exact keys and values in one growing buffer: the context's part first, then the tail of later tokens.
+
+    Appending writes in place and reallocates only when the buffer is full, so decoding copies nothing per token.
+
+    Args:
+        key: context rows [batch, kv_heads, rows, dim]; `rows` may be 0.
+        value: same shape as `key` (its last dimension may differ).
+        mask: True where a context row is real [batch, rows], or None when all are.
+    """
+
+    slack = 64  # rows of room added when the buffer fills up, at least
+
+    def __init__(self, key: Tensor, value: Tensor, mask: Tensor | None = None) -> None:
+        self._key, self._value, self.mask = key, value, mask
+        self.n_context = key.shape[2]
+        self.used = self.n_context
+
+    @property
+    def key(self) -> Tensor:
+        """All keys so far [batch, kv_heads, n_context + tail, dim], a view."""
+        return self._key[:, :, : self.used]
+
+    @property
+    def value(self) -> Tensor:
+        """All values so far [batch, kv_heads, n_context + tail, dim], a view."""
+        return self._value[:, :, : self.used]
+
+    @property
+    def tail_length(self) -> int:
+        """Tokens appended after the context."""
+        return self.used - self.n_context
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Adds tokens [batch, kv_heads, n, dim] behind the rows there are."""
+        end = self.used + key.shape[2]
+        if end > self._key.shape[2]:
+            room = max(self.slack, self.tail_length // 2) + key.shape[2]
+            self._key, self._value = (self._grown(t, room) for t in (self._key, self._value))
+        self._key[:, :, self.used : end] = key
+        self._value[:, :, self.used : end] = value
+        self.used = end
+
+    def _grown(self, buffer: Tensor, room: int) -> Tensor:
+        bigger = buffer.new_empty(*buffer.shape[:2], self.used + room, buffer.shape[3])
+        bigger[:, :, : self.used] = buffer[:, :, : self.used]
+        return bigger
+
+    def crop(self, n: int) -> None:
+        """Forgets the last `n` tail tokens.
+
+        Raises:
+            ValueError: more tokens than the tail holds.
+        """
+        if n > self.tail_length:
+            raise ValueError(f"cannot drop {n} tokens: only {self.tail_length} were added after the compressed context")
+        self.used -= n
+
+    def fork(self) -> ExactRows:
+        """A copy that shares the context rows, has an empty tail, and never writes into the shared buffer."""
+        n = self.n_context
+        return ExactRows(self._key[:, :, :n], self._value[:, :, :n], self.mask)
+
+    def tensors(self) -> list[Tensor | None]:
+        """The live tensors, for byte counts."""
+        return [self._key, self._value, self.mask]
+
+
+class Store(ABC):
+    """The memory of one layer: the compressed context and the exact tail of every token after it.
+
+    Dimensions: B batch, H query heads, K KV heads (H = G * K), Q query tokens, T tail tokens, d head dimension.
+
+    Args:
+        rows: exact rows; what they hold of the context is the subclass's business, the tail always lives there.
+        lengths: true tokens of each context [B], padding not counted.
+    """
+
+    def __init__(self, rows: ExactRows, lengths: Tensor) -> None:
+        self.exact = rows
+        self.lengths = lengths
+        self.meter = Meter()
+
+    @property
+    def tail_length(self) -> int:
+        """Tokens appended after the context."""
+        return self.exact.tail_length
+
+    def append(self, key: Tensor, value: Tensor) -> None:
+        """Adds decoded tokens [B, K, n, d] to the exact tail."""
+        self.exact.append(key, value)
+
+    def crop(self, n: int) -> None:
+        """Forgets the last `n` tail tokens."""
+        self.exact.crop(n)
+
+    def fork(self) -> Store:
+        """A store for another question: same context memory (shared, never written), empty tail, fresh meters."""
+        twin = copy.copy(self)
+        twin.exact = self.exact.fork()
+        twin.meter = Meter()
+        return twin
+
+    @abstractmethod
+    def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        """Answers queries from the context memory and the tail in one softmax.
+
+        Args:
+            query: [B, H, Q, d], rotated; its own keys and values are already the last Q tail tokens.
+            scaling: factor on q.k, usually d ** -0.5.
+            tail_mask: True where a query may see a tail token [B, 1, Q, T] (None: plainly causal).
+
+        Every call records the queries and the context rows they attended to in `meter`.
+
+        Returns:
+            [B, H, Q, d] in the query's dtype.
+        """
+
+    @abstractmethod
+    def resident_tensors(self) -> list[Tensor | None]:
+        """Live tensors on the compute tier."""
+
+    def host_tensors(self) -> list[Tensor | None]:
+        """Live tensors on the host tier; none unless the store offloads."""
+        return []
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of live tensors on the compute tier, slack of the tail buffer included."""
+        return tensor_bytes(self.resident_tensors())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of live tensors on the host tier."""
+        return tensor_bytes(self.host_tensors())
+
+
+def causal_tail_mask(n_queries: int, n_tail: int, device: torch.device) -> Tensor | None:
+    """Mask [1, 1, Q, T] that lets the last Q of T tail tokens see themselves and all before; None when nothing is hidden."""
+    if n_queries == 1:
+        return None
+    position = torch.arange(n_tail, device=device)
+    return (position[None, :] <= position[n_tail - n_queries :, None])[None, None]

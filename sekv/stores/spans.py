@@ -1,0 +1,397 @@
+"""The span store: exact rows and summaries on the compute tier, bases on the host, zoomed into per query."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sekv.adapter import LayerRouter
+from sekv.attention import RowSet, mixed_attention
+from sekv.host import FactorBank
+from sekv.memory import Rope, SpanMemory, SpanTokens, rebuild_rows, span_rope
+from sekv.rotary import rotate
+from sekv.routing import (
+    group_max,
+    log_length,
+    mean_margin,
+    routing_logits,
+    select_spans,
+    straight_through,
+    sum_by_span,
+    summary_norm,
+)
+from sekv.segmentation import Segmentation
+from sekv.stores.base import ExactRows, Store, causal_tail_mask
+
+_QUERY_CHUNK = 64  # queries answered at once; bounds the rows a long question materialises together
+
+
+@dataclass(frozen=True)
+class SpanPlan:
+    """What all layers' span stores share.
+
+    Attributes:
+        segmentation: the partition.
+        tokens: index tables of its spans.
+        zoom_rows: rows left for zooming after exact rows and summaries [B].
+        lengths: true tokens of each context [B].
+        rope: rotary tables to factor keys before RoPE; None when they are factored as they are.
+    """
+
+    segmentation: Segmentation
+    tokens: SpanTokens
+    zoom_rows: Tensor
+    lengths: Tensor
+    rope: Rope | None
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a store chooses spans.
+
+    Attributes:
+        mode: `learned`, `mean` or `oracle`.
+        router: one layer's parameters, for `learned`.
+        fill: zoom below the threshold too while rows are left.
+        share_group: all heads of a KV group attend to the union of their spans.
+    """
+
+    mode: str
+    router: LayerRouter | None = None
+    fill: bool = False
+    share_group: bool = True
+
+
+@dataclass(frozen=True)
+class LayerTrace:
+    """What a layer decided and attended to in a training step, float32.
+
+    Dimensions: B batch, H query heads, K KV heads, Q window queries, S spans, E exact context rows, r components.
+
+    Attributes:
+        alpha_logit: logit of alpha_S [B, H, Q, S].
+        alpha: expansion probability [B, H, Q, S].
+        tau: thresholds [H].
+        expand: decision, 0 or 1 with a straight-through gradient [B, K, Q, S].
+        expand_soft: sigmoid((alpha - tau) / 0.1), strongest head of each group [B, K, Q, S].
+        span_mass: attention mass on each span, as summary or zoomed [B, H, Q, S].
+        exact_mass: attention mass on each exact context row [B, H, Q, E].
+        window_mass: attention mass on the window's own tokens [B, H, Q].
+        sigma_key: singular values of the keys [B, K, S, r].
+        sigma_value: singular values of the values [B, K, S, r].
+        gate_key: rank gates of the keys [B, K, S, r].
+        gate_value: rank gates of the values [B, K, S, r].
+        exact_index: token indices of the exact rows [B, E].
+        exact_mask: True where an exact row is real [B, E].
+        span_start: first token index of each span [B, S].
+        span_length: tokens per span, 0 where there is none [B, S].
+        query: the window's rotated queries [B, H, Q, d], detached.
+        summary_key: [B, K, S, d].
+        zoom_rows: rows left for zooming [B].
+        scaling: factor on q.k of this layer.
+    """
+
+    alpha_logit: Tensor
+    alpha: Tensor
+    tau: Tensor
+    expand: Tensor
+    expand_soft: Tensor
+    span_mass: Tensor
+    exact_mass: Tensor
+    window_mass: Tensor
+    sigma_key: Tensor
+    sigma_value: Tensor
+    gate_key: Tensor
+    gate_value: Tensor
+    exact_index: Tensor
+    exact_mask: Tensor
+    span_start: Tensor
+    span_length: Tensor
+    query: Tensor
+    summary_key: Tensor
+    zoom_rows: Tensor
+    scaling: float
+
+    @property
+    def span_mask(self) -> Tensor:
+        """True where a span is real [B, S]."""
+        return self.span_length > 0
+
+
+class SpanStore(Store):
+    """What inference and training share: exact rows, summaries, and the routing decision.
+
+    Args:
+        key: rotated keys of the context [B, K, N, d].
+        value: [B, K, N, d].
+        memory: summaries and bases of the spans.
+        plan: partition and rows left for zooming.
+        routing: how spans are chosen.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, memory: SpanMemory, plan: SpanPlan, routing: Routing) -> None:
+        segmentation = plan.segmentation
+        index = segmentation.exact_index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
+        whole = bool(segmentation.exact_mask.all())
+        exact = ExactRows(key.gather(2, index), value.gather(2, index), None if whole else segmentation.exact_mask)
+        super().__init__(exact, plan.lengths)
+        self.plan, self.routing = plan, routing
+        self.summary_key, self.summary_value = memory.summary_key, memory.summary_value
+        self.norm = None if routing.router is None else summary_norm(routing.router, memory.summary_key)
+
+    @property
+    def _length(self) -> Tensor:
+        return self.plan.segmentation.span_length
+
+    def _learned_margin(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """Logit of alpha and alpha - tau, both [B, H, Q, S]."""
+        router = self.routing.router
+        assert router is not None and self.norm is not None
+        logit = routing_logits(router, query, self.summary_key, self.norm, self._length)
+        return logit, torch.sigmoid(logit) - router.threshold[:, None, None]
+
+    def _select(self, margin: Tensor, thresholded: bool) -> Tensor:
+        """Spans to zoom into [B, K or H, Q, S], within the rows left."""
+        eligible = margin >= 0 if thresholded else None
+        return select_spans(margin, self._length[:, None, None], self.plan.zoom_rows[:, None, None], eligible)
+
+    def _exact_rows(self, n_queries: int, tail_mask: Tensor | None) -> RowSet:
+        """Exact context rows and the tail as one set."""
+        tail = tail_mask if tail_mask is not None else causal_tail_mask(n_queries, self.tail_length, self.lengths.device)
+        context = self.exact.mask
+        visible = None
+        if tail is not None or context is not None:
+            batch, device = self.lengths.shape[0], self.lengths.device
+            if context is None:
+                context = torch.ones(1, self.exact.n_context, dtype=torch.bool, device=device)
+            if tail is None:
+                tail = torch.ones(1, 1, n_queries, self.tail_length, dtype=torch.bool, device=device)
+            context = context[:, None, None].expand(batch, 1, n_queries, -1)
+            visible = torch.cat([context, tail.expand(batch, 1, n_queries, -1)], dim=-1)[:, :, None]
+        return RowSet(self.exact.key, self.exact.value, visible=visible)
+
+    def _summary_rows(self, zoomed: Tensor | None = None, gate: Tensor | None = None) -> RowSet:
+        """One row per span with the logit's log|S|, hidden or gated off where the span is zoomed."""
+        real = (self._length > 0)[:, None, None, None]
+        visible = real if zoomed is None else real & ~zoomed
+        bias = log_length(self._length)[:, None, None, None]
+        return RowSet(self.summary_key, self.summary_value, bias=bias, visible=visible, gate=gate)
+
+    def _per_group(self, x: Tensor) -> Tensor:
+        """[B, K, Q, S] to [B, K, 1, Q, S]; [B, H, Q, S] to [B, K, G, Q, S]."""
+        kv_heads = self.exact.key.shape[1]
+        return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
+
+    def _count(self, zoomed: Tensor) -> None:
+        """Records rows attended: exact rows, summaries, and the net rows of zoomed spans [B, K or H, Q, S]."""
+        batch, heads, n_queries, _ = zoomed.shape
+        kv_heads = self.exact.key.shape[1]
+        extra = (zoomed * (self._length - 1).clamp_min(0)[:, None, None]).sum() * (kv_heads / heads)
+        persistent = self.plan.segmentation.persistent_rows.sum() * kv_heads * n_queries
+        self.meter.queries += batch * n_queries * kv_heads
+        self.meter.rows += float(persistent + extra)
+
+
+class OffloadedSpanStore(SpanStore):
+    """The store of inference: bases on the host tier, only the chosen spans are fetched and rebuilt.
+
+    Args:
+        key: rotated keys of the context [B, K, N, d].
+        value: [B, K, N, d].
+        memory: summaries and bases of the spans.
+        plan: partition and rows left for zooming.
+        routing: how spans are chosen.
+        keep_raw: store raw rows where factors are not smaller; False forces factors.
+    """
+
+    def __init__(
+        self, key: Tensor, value: Tensor, memory: SpanMemory, plan: SpanPlan, routing: Routing, keep_raw: bool = True
+    ) -> None:
+        super().__init__(key, value, memory, plan, routing)
+        self.key_bank = FactorBank(memory.raw_key, *memory.key_basis, memory.key_gate, self._length, keep_raw)
+        self.value_bank = FactorBank(memory.raw_value, *memory.value_basis, memory.value_gate, self._length, keep_raw)
+        self.span_keys: Tensor | None = None
+        if routing.mode == "oracle":  # evaluation only: the teacher's mass needs every exact key
+            slot = plan.tokens.slot[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
+            self.span_keys = memory.raw_key.flatten(2, 3).gather(2, slot)
+
+    def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        """Routes, fetches and attends, a bounded number of queries at a time."""
+        n_queries = query.shape[2]
+        if tail_mask is None:
+            tail_mask = causal_tail_mask(n_queries, self.tail_length, query.device)
+        outputs = [
+            self._attend(part, scaling, None if tail_mask is None else tail_mask[:, :, start : start + _QUERY_CHUNK])
+            for start, part in zip(range(0, n_queries, _QUERY_CHUNK), query.split(_QUERY_CHUNK, dim=2), strict=True)
+        ]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+    def _attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        exact = self._exact_rows(query.shape[2], tail_mask)
+        zoomed = self._choose(query, scaling, exact)
+        self._count(zoomed)
+        per_group = self._per_group(zoomed)
+        row_sets = [exact, self._summary_rows(per_group)]
+        if bool(zoomed.any()):
+            row_sets.append(self._zoomed_rows(per_group))
+        return mixed_attention(query, row_sets, scaling)[0]
+
+    def _choose(self, query: Tensor, scaling: float, exact: RowSet) -> Tensor:
+        """Spans each query zooms into [B, K, Q, S], or [B, H, Q, S] without group sharing."""
+        kv_heads = self.summary_key.shape[1]
+        if self.routing.mode == "mean":
+            return self._select(mean_margin(query, self.summary_key, self._length, scaling), thresholded=False)
+        if self.routing.mode == "oracle":
+            return self._select(self._teacher_mass(query, scaling, exact), thresholded=False)
+        margin = self._learned_margin(query)[1]
+        if self.routing.share_group:
+            margin = group_max(margin, kv_heads)
+        return self._select(margin, thresholded=not self.routing.fill)
+
+    def _teacher_mass(self, query: Tensor, scaling: float, exact: RowSet) -> Tensor:
+        """Mass that full attention puts on each span, summed over the heads of a group [B, K, Q, S]."""
+        assert self.span_keys is not None
+        tokens = RowSet(self.span_keys, self.span_keys, visible=self.plan.tokens.mask[:, None, None, None])
+        mass = mixed_attention(query, [exact, tokens], scaling)[1][1]
+        return sum_by_span(mass.sum(dim=2), self.plan.tokens.span, self._length.shape[1])
+
+    def _zoomed_rows(self, zoomed: Tensor) -> RowSet:
+        """Rebuilt rows of every span some query of a group zooms into, each visible to the queries that do.
+
+        Args:
+            zoomed: [B, K, G or 1, Q, S].
+        """
+        batch, kv_heads, _, _, n_spans = zoomed.shape
+        union = zoomed.any(dim=3).any(dim=2)  # [B, K, S]
+        entries = union.flatten().nonzero().squeeze(1)
+        group, span = entries // n_spans, entries % n_spans
+        row = group // kv_heads
+        length = self._length[row, span]
+        keys, values = (bank.fetch(entries, zoomed.device) for bank in (self.key_bank, self.value_bank))
+        self.meter.moved_bytes += keys.moved_bytes + values.moved_bytes
+
+        # Pack the tokens of a group's spans behind one another: [M, L] slots to [B * K, R] slots.
+        token = torch.arange(keys.rows.shape[1], device=zoomed.device)
+        live = token < length[:, None]
+        first = length.cumsum(0) - length
+        group_first = torch.zeros(batch * kv_heads, dtype=torch.long, device=zoomed.device)
+        group_rows = group_first.index_add(0, group, length)
+        group_first = group_rows.cumsum(0) - group_rows
+        slot = (first - group_first[group])[:, None] + token  # [M, L]
+        n_rows = int(group_rows.max())
+        flat = (group[:, None] * n_rows + slot)[live]
+
+        dense_key = keys.rows.new_zeros(batch * kv_heads * n_rows, keys.rows.shape[-1])
+        dense_value = values.rows.new_zeros(batch * kv_heads * n_rows, values.rows.shape[-1])
+        dense_key[flat] = self._rotated(keys.rows, keys.raw, row, span, token)[live]
+        dense_value[flat] = values.rows[live]
+        owner = torch.full((batch * kv_heads * n_rows,), n_spans, device=zoomed.device)  # n_spans: an empty slot
+        owner[flat] = span[:, None].expand_as(live)[live]
+        shape = (batch, kv_heads, n_rows, -1)
+        return RowSet(dense_key.reshape(shape), dense_value.reshape(shape), visible=_seen_by(zoomed, owner.reshape(shape[:3])))
+
+    def _rotated(self, rows: Tensor, raw: Tensor, row: Tensor, span: Tensor, token: Tensor) -> Tensor:
+        """Applies RoPE to rebuilt keys [M, L, d] that were factored before it; raw rows carry it already."""
+        rope = self.plan.rope
+        if rope is None:
+            return rows
+        index = (self.plan.segmentation.span_start[row, span][:, None] + token).clamp_max(rope.cos.shape[1] - 1)
+        turned = rotate(rows.float(), rope.cos[row[:, None], index], rope.sin[row[:, None], index]).to(rows.dtype)
+        return torch.where(raw[:, None, None], rows, turned)
+
+    def resident_tensors(self) -> list[Tensor | None]:
+        """Exact rows, summaries, and what routing needs; index and rotary tables are shared by the layers."""
+        return [*self.exact.tensors(), self.summary_key, self.summary_value, self.norm, self.span_keys]
+
+    def host_tensors(self) -> list[Tensor | None]:
+        """The banks of bases."""
+        return [*self.key_bank.tensors(), *self.value_bank.tensors()]
+
+
+def _seen_by(zoomed: Tensor, owner: Tensor) -> Tensor:
+    """Which rows each query zoomed into: [B, K, G or 1, Q, R] from [B, K, G or 1, Q, S] and each row's span [B, K, R]."""
+    with_empty = torch.nn.functional.pad(zoomed, (0, 1))
+    index = owner[:, :, None, None].expand(*zoomed.shape[:4], owner.shape[-1])
+    return with_empty.gather(-1, index)
+
+
+class DifferentiableSpanStore(SpanStore):
+    """The store of training: every span is rebuilt and gated, decisions pass gradients straight through.
+
+    After each `attend`, `trace` holds what the losses need.
+
+    Args:
+        key: rotated keys of the context [B, K, N, d].
+        value: [B, K, N, d].
+        memory: summaries and bases; its gates carry the gradient.
+        plan: partition and rows left for zooming.
+        routing: must be `learned`.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, memory: SpanMemory, plan: SpanPlan, routing: Routing) -> None:
+        super().__init__(key, value, memory, plan, routing)
+        self.memory = memory
+        rope = None if plan.rope is None else span_rope(plan.rope, plan.tokens)
+        slot = plan.tokens.slot[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
+        rows = (
+            rebuild_rows(memory.key_basis, memory.key_gate, memory.raw_key, self._length, rope),
+            rebuild_rows(memory.value_basis, memory.value_gate, memory.raw_value, self._length),
+        )
+        self.token_key, self.token_value = (x.flatten(2, 3).gather(2, slot) for x in rows)
+        self.trace: LayerTrace | None = None
+
+    def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        """Attends to every row at every resolution, weighted by the decisions."""
+        logit, margin = self._learned_margin(query)
+        if self.routing.share_group:
+            margin = group_max(margin, self.summary_key.shape[1])
+        hard = self._select(margin.detach(), thresholded=not self.routing.fill)
+        expand, soft = straight_through(hard, margin)
+        self._count(hard)
+
+        gate = self._per_group(expand)
+        tokens = self.plan.tokens
+        span = tokens.span[:, None, None, None].expand(*gate.shape[:4], -1)
+        row_sets = [
+            self._exact_rows(query.shape[2], tail_mask),
+            self._summary_rows(gate=1.0 - gate),
+            RowSet(
+                self.token_key,
+                self.token_value,
+                visible=tokens.mask[:, None, None, None],
+                gate=gate.gather(-1, span),
+            ),
+        ]
+        output, (exact, summary, zoomed) = mixed_attention(query, row_sets, scaling)
+        exact, summary, zoomed = (m.flatten(1, 2) for m in (exact, summary, zoomed))
+        n_context = self.exact.n_context
+        assert self.routing.router is not None
+        self.trace = LayerTrace(
+            alpha_logit=logit,
+            alpha=torch.sigmoid(logit),
+            tau=self.routing.router.threshold,
+            expand=expand,
+            expand_soft=soft,
+            span_mass=summary + sum_by_span(zoomed, tokens.span, self._length.shape[1]),
+            exact_mass=exact[..., :n_context],
+            window_mass=exact[..., n_context:].sum(-1),
+            sigma_key=self.memory.key_basis[1],
+            sigma_value=self.memory.value_basis[1],
+            gate_key=self.memory.key_gate,
+            gate_value=self.memory.value_gate,
+            exact_index=self.plan.segmentation.exact_index,
+            exact_mask=self.plan.segmentation.exact_mask,
+            span_start=self.plan.segmentation.span_start,
+            span_length=self._length,
+            query=query.detach(),
+            summary_key=self.summary_key,
+            zoom_rows=self.plan.zoom_rows,
+            scaling=scaling,
+        )
+        return output
+
+    def resident_tensors(self) -> list[Tensor | None]:
+        """Rows of every resolution: training keeps them all on the compute tier."""
+        return [*self.exact.tensors(), self.summary_key, self.summary_value, self.token_key, self.token_value]

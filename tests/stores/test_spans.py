@@ -1,0 +1,231 @@
+"""The span store: the identity with full attention, a loop reference, training against inference, bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from sekv.adapter import SeKVAdapter, SeKVConfig
+from sekv.backbone import Backbone
+from sekv.budget import Budget
+from sekv.cache import CompressedCache, StoreLayer
+from sekv.policies.base import compress
+from sekv.policies.sekv import SeKVPolicy, training_cache
+from sekv.prefill import prefill
+from sekv.stores.spans import OffloadedSpanStore
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+
+
+def ids(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 259, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def everything_zoomed(backbone: Backbone, context: Tensor, mask: Tensor | None = None, **options) -> CompressedCache:
+    """A compressed cache whose rows suffice to zoom into every span, although it keeps few of them resident."""
+    policy = SeKVPolicy(**{"routing": "mean", "max_rank": 64, **options})
+    state = prefill(backbone, context, mask)
+    plan = policy.prepare(state, Budget(share=0.6))
+    plan = replace(plan, zoom_rows=torch.full_like(plan.zoom_rows, 10_000))
+    layers = [StoreLayer(policy.compress(state, i, plan), state.n_tokens) for i in range(backbone.geometry.num_layers)]
+    assert int(plan.segmentation.span_length.max()) > 1
+    return CompressedCache(layers, state.n_tokens)
+
+
+def question_logits(backbone: Backbone, cache: CompressedCache | None, context: Tensor, question: Tensor) -> Tensor:
+    if cache is None:
+        states = backbone.hidden_states(torch.cat([context, question], dim=1))[:, context.shape[1] :]
+    else:
+        positions = torch.arange(question.shape[1])[None] + context.shape[1]
+        states = backbone.hidden_states(question, position_ids=positions, cache=cache)
+    return backbone.logits(states)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rope", ["pre", "post"])
+@pytest.mark.parametrize("keep_raw", [True, False])
+def test_everything_zoomed_at_full_rank_is_full_attention(make_tiny_backbone, family, rope, keep_raw):
+    backbone = make_tiny_backbone(family)
+    context, question = ids(1, 150), ids(1, 7, seed=1)
+    cache = everything_zoomed(backbone, context, rope=rope, keep_raw=keep_raw)
+    logits = question_logits(backbone, cache, context, question)
+    torch.testing.assert_close(logits, question_logits(backbone, None, context, question), atol=1e-4, rtol=1e-4)
+    assert cache.mean_rows == pytest.approx(150)
+
+
+@torch.no_grad()
+def test_head_dim_other_than_hidden_over_heads(make_tiny_backbone):
+    backbone = make_tiny_backbone("qwen3", head_dim=24)
+    context, question = ids(1, 120), ids(1, 3, seed=1)
+    logits = question_logits(backbone, everything_zoomed(backbone, context), context, question)
+    torch.testing.assert_close(logits, question_logits(backbone, None, context, question), atol=1e-4, rtol=1e-4)
+
+
+def loop_attention(store: OffloadedSpanStore, key: Tensor, value: Tensor, query: Tensor, scaling: float, zoomed: Tensor) -> Tensor:
+    """One softmax per query over exact rows, summaries with log|S|, and the raw tokens of zoomed spans; plain loops."""
+    segmentation = store.plan.segmentation
+    batch, heads, n_queries, _ = query.shape
+    group = heads // key.shape[1]
+    tail_key = store.exact.key[:, :, store.exact.n_context :]
+    tail_value = store.exact.value[:, :, store.exact.n_context :]
+    out = torch.zeros_like(query)
+    for b in range(batch):
+        for h in range(heads):
+            k = h // group
+            for q in range(n_queries):
+                keys, values, bias = [], [], []
+                for index in segmentation.exact_index[b][segmentation.exact_mask[b]].tolist():
+                    keys.append(key[b, k, index]), values.append(value[b, k, index]), bias.append(0.0)
+                for s, length in enumerate(segmentation.span_length[b].tolist()):
+                    start = int(segmentation.span_start[b, s])
+                    if length and zoomed[b, k, q, s]:
+                        for index in range(start, start + length):
+                            keys.append(key[b, k, index]), values.append(value[b, k, index]), bias.append(0.0)
+                    elif length:
+                        keys.append(store.summary_key[b, k, s]), values.append(store.summary_value[b, k, s])
+                        bias.append(float(torch.tensor(length).float().log()))
+                for t in range(store.tail_length - n_queries + q + 1):
+                    keys.append(tail_key[b, k, t]), values.append(tail_value[b, k, t]), bias.append(0.0)
+                logits = torch.stack(keys) @ query[b, h, q] * scaling + torch.tensor(bias)
+                out[b, h, q] = logits.softmax(0) @ torch.stack(values)
+    return out
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("routing", ["mean", "oracle", "learned"])
+@pytest.mark.parametrize("n_queries", [1, 5])
+@pytest.mark.parametrize("lengths", [(130,), (130, 97)])
+def test_equals_the_loop(tiny_backbone, routing, n_queries, lengths):
+    backbone = tiny_backbone
+    context = ids(len(lengths), max(lengths))
+    mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
+    adapter = SeKVAdapter.create(backbone, SeKVConfig(routing_dim=8, max_span=16))
+    policy = SeKVPolicy(routing=routing, adapter=adapter, fill=True, max_span=16, max_rank=16, tail=8)
+    state = prefill(backbone, context, mask)
+    store = compress(state, policy, 0.5).stores[1]
+    assert isinstance(store, OffloadedSpanStore)
+    g = torch.Generator().manual_seed(3)
+    query = torch.randn(len(lengths), 4, n_queries, 16, generator=g)
+    store.append(torch.randn(len(lengths), 2, 3, 16, generator=g), torch.randn(len(lengths), 2, 3, 16, generator=g))
+    store.append(
+        torch.randn(len(lengths), 2, n_queries, 16, generator=g), torch.randn(len(lengths), 2, n_queries, 16, generator=g)
+    )
+    zoomed = store._choose(query, 0.25, store._exact_rows(n_queries, None))
+    assert 0 < int(zoomed.sum()) < zoomed.numel()
+    key, value = state.key_value(1)
+    expected = loop_attention(store, key, value, query, 0.25, zoomed)
+    torch.testing.assert_close(store.attend(query, 0.25, None), expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_oracle_covers_the_most_mass(tiny_backbone):
+    context = ids(1, 300)
+    state = prefill(tiny_backbone, context)
+    query = torch.randn(1, 4, 4, 16, generator=torch.Generator().manual_seed(0))
+    mass = {}
+    for routing in ("oracle", "mean"):
+        store = compress(state, SeKVPolicy(routing=routing, max_span=16, tail=8), 0.3).stores[0]
+        oracle = compress(state, SeKVPolicy(routing="oracle", max_span=16, tail=8), 0.3).stores[0]
+        store.append(torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 16))
+        exact = store._exact_rows(4, None)
+        mass[routing] = float((oracle._teacher_mass(query, 0.25, exact) * store._choose(query, 0.25, exact)).sum())
+    assert mass["oracle"] >= mass["mean"] > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", ["pre", "post"])
+def test_training_and_inference_agree(tiny_backbone, rope):
+    backbone = tiny_backbone
+    config = SeKVConfig(routing_dim=8, max_span=24, max_rank=6, rope=rope)
+    adapter = SeKVAdapter.create(backbone, config)
+    context, question = ids(2, 260), ids(2, 9, seed=1)
+    mask = torch.ones(2, 260, dtype=torch.bool)
+    mask[1, :70] = False
+    state = prefill(backbone, context, mask)
+    positions = state.mask.sum(1, keepdim=True) + torch.arange(9)
+    outputs = []
+    for cache in (compress(state, SeKVPolicy(adapter=adapter), 0.4), training_cache(state, adapter, 0.4)):
+        outputs.append(backbone.hidden_states(question, position_ids=positions, cache=cache))
+        rows = cache.mean_rows
+    torch.testing.assert_close(outputs[0], outputs[1], atol=1e-4, rtol=1e-4)
+    assert rows < 0.4 * 260
+
+
+def test_trace_masses_add_up_and_gradients_reach_everything(tiny_backbone):
+    backbone = tiny_backbone
+    adapter = SeKVAdapter.create(backbone, SeKVConfig(routing_dim=8, max_span=24, max_rank=6))
+    state = prefill(backbone, ids(2, 200))
+    cache = training_cache(state, adapter, 0.4)
+    positions = 200 + torch.arange(6)[None].expand(2, 6)
+    hidden = backbone.hidden_states(ids(2, 6, seed=1), position_ids=positions, cache=cache)
+    for store in cache.stores:
+        trace = store.trace
+        total = trace.span_mass.sum(-1) + trace.exact_mass.sum(-1) + trace.window_mass
+        torch.testing.assert_close(total, torch.ones_like(total))
+        assert set(trace.expand.detach().unique().tolist()) <= {0.0, 1.0}
+    hidden.square().mean().backward()
+    for name, parameter in adapter.named_parameters():
+        assert parameter.grad is not None and float(parameter.grad.abs().sum()) > 0, name
+    assert all(p.grad is None for p in backbone.model.parameters())
+
+
+@torch.no_grad()
+def test_host_bytes_never_exceed_raw_rows(tiny_backbone):
+    state = prefill(tiny_backbone, ids(1, 1000))
+    store = compress(state, SeKVPolicy(routing="mean", max_span=64, max_rank=8), 0.3).stores[0]
+    lengths = store.plan.segmentation.span_length[0]
+    raw = int(lengths.sum()) * 2 * 2 * 16 * 4  # tokens, keys and values, KV heads, dimension, float32
+    data = sum(
+        t.numel() * t.element_size() for bank in (store.key_bank, store.value_bank) for t in bank.tensors() if t.is_floating_point()
+    )
+    assert data < raw
+    is_raw = store.key_bank._is_raw.reshape(2, -1)[0]
+    for length, kept in zip(lengths.tolist(), is_raw.tolist(), strict=True):
+        assert kept == (8 * (length + 16) >= length * 16)
+
+
+@torch.no_grad()
+def test_moved_bytes_are_the_bytes_of_the_zoomed_spans(tiny_backbone):
+    state = prefill(tiny_backbone, ids(1, 400))
+    store = compress(state, SeKVPolicy(routing="mean", max_span=20, max_rank=16), 0.3).stores[0]
+    zero = torch.zeros(1, 2, 1, 16)
+    store.append(zero, zero)
+    query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0))
+    zoomed = store._choose(query, 0.25, store._exact_rows(1, None))
+    tokens = int((zoomed * store.plan.segmentation.span_length[:, None, None]).sum())
+    store.attend(query, 0.25, None)
+    assert store.meter.moved_bytes == tokens * 2 * 16 * 4 > 0  # rank 16 never pays on 20 tokens: raw keys and values
+    extra = (zoomed * (store.plan.segmentation.span_length - 1)[:, None, None]).sum() / 2
+    assert store.meter.mean_rows == pytest.approx(float(store.plan.segmentation.persistent_rows) + float(extra))
+    assert store.meter.mean_rows <= 120
+
+
+@torch.no_grad()
+def test_rows_of_a_span_that_cannot_be_factored_stay_raw(tiny_backbone):
+    state = prefill(tiny_backbone, ids(1, 300))
+    state.keys[0][0, 0, 100, 0] = torch.inf
+    store = compress(state, SeKVPolicy(routing="mean", max_span=32, max_rank=2, keep_raw=False), 0.4).stores[0]
+    raw = store.key_bank._is_raw.reshape(2, -1)
+    start, length = store.plan.segmentation.span_start[0], store.plan.segmentation.span_length[0]
+    holds = (start <= 100) & (100 < start + length)
+    assert raw[0].tolist() == holds.tolist() and not bool(raw[1].any())
+
+
+@torch.no_grad()
+def test_per_head_masks_zoom_no_more_than_the_union(tiny_backbone):
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=16))
+    state = prefill(tiny_backbone, ids(1, 300))
+    query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0))
+    shared, single = (
+        compress(state, SeKVPolicy(adapter=adapter, share_group=share), 0.4).stores[0] for share in (True, False)
+    )
+    for store in (shared, single):
+        store.append(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16))
+    per_head = single._choose(query, 0.25, single._exact_rows(1, None))
+    assert per_head.shape[1] == 4 and shared._choose(query, 0.25, shared._exact_rows(1, None)).shape[1] == 2
+    out = single.attend(query, 0.25, None)
+    assert bool(out.isfinite().all()) and single.meter.mean_rows <= 120

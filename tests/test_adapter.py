@@ -1,0 +1,146 @@
+"""The adapter: sizes, saving and loading, and every way a file can be wrong."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sekv.adapter import CONFIG_NAME, WEIGHTS_NAME, RankGate, SeKVAdapter, SeKVConfig
+from sekv.errors import AdapterError, PolicyError
+
+CONFIG = SeKVConfig(routing_dim=8, max_rank=4, gate_hidden=5)
+
+
+@pytest.fixture
+def saved(tiny_backbone, tmp_path):
+    adapter = SeKVAdapter.create(tiny_backbone, CONFIG)
+    with torch.no_grad():
+        for parameter in adapter.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    adapter.save_pretrained(tmp_path / "adapter", {"steps": 3})
+    return adapter, tmp_path / "adapter"
+
+
+def test_parameter_count(tiny_backbone):
+    adapter = SeKVAdapter.create(tiny_backbone, CONFIG)
+    heads = 2 * 4
+    gate = (4 + 16) * 5 + 5 + 5 * 4 + 4
+    assert adapter.num_parameters == heads * (8 * 16 + 4) + gate
+    assert adapter.parameter_share == adapter.num_parameters / tiny_backbone.num_parameters
+
+
+def test_round_trip(saved, tiny_backbone):
+    adapter, folder = saved
+    again = SeKVAdapter.from_pretrained(folder, tiny_backbone)
+    assert again.config == CONFIG and not again.training
+    for name, value in adapter.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+    assert not any(p.requires_grad for p in again.parameters())
+    assert sorted(p.name for p in folder.iterdir()) == [CONFIG_NAME, WEIGHTS_NAME]
+    assert json.loads((folder / CONFIG_NAME).read_text())["training"] == {"steps": 3}
+
+
+def test_dropped_and_renamed_tensors_are_named(saved, tiny_backbone):
+    _, folder = saved
+    tensors = load_file(folder / WEIGHTS_NAME)
+    tensors["gate.exit.bias"] = tensors.pop("gate.outer.bias")
+    tensors["bias"] = torch.zeros(3, 3)
+    save_file(tensors, folder / WEIGHTS_NAME)
+    with pytest.raises(AdapterError) as error:
+        SeKVAdapter.from_pretrained(folder, tiny_backbone)
+    for part in ("missing tensor 'gate.outer.bias'", "unexpected tensor 'gate.exit.bias'", "'bias' has shape [3, 3], expected [2, 4]"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1])
+def test_truncated_weights(saved, tiny_backbone, keep):
+    _, folder = saved
+    data = (folder / WEIGHTS_NAME).read_bytes()
+    (folder / WEIGHTS_NAME).write_bytes(data[:keep])
+    with pytest.raises(AdapterError, match="corrupt or truncated"):
+        SeKVAdapter.from_pretrained(folder, tiny_backbone)
+
+
+def test_pickle_is_never_read(saved, tiny_backbone):
+    class Bomb:
+        def __reduce__(self):
+            return (pytest.fail, ("a pickle was executed",))
+
+    _, folder = saved
+    (folder / WEIGHTS_NAME).write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(AdapterError, match="corrupt or truncated"):
+        SeKVAdapter.from_pretrained(folder, tiny_backbone)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(format_version=9), "format version 9"),
+        (lambda c: c.pop("backbone"), "lacks backbone"),
+        (lambda c: c["config"].update(colour="red"), "unknown settings colour"),
+        (lambda c: c["config"].update(rope="sideways"), "rope 'sideways' is unknown"),
+        (lambda c: c["backbone"].pop("num_heads"), "fingerprint is incomplete"),
+    ],
+)
+def test_bad_config_is_named(saved, tiny_backbone, change, message):
+    _, folder = saved
+    payload = json.loads((folder / CONFIG_NAME).read_text())
+    change(payload)
+    (folder / CONFIG_NAME).write_text(json.dumps(payload))
+    with pytest.raises(AdapterError, match=message):
+        SeKVAdapter.from_pretrained(folder, tiny_backbone)
+
+
+def test_missing_files(saved, tiny_backbone, tmp_path):
+    _, folder = saved
+    with pytest.raises(AdapterError, match=r"adapter_config.json does not exist"):
+        SeKVAdapter.from_pretrained(tmp_path / "nowhere", tiny_backbone)
+    (folder / WEIGHTS_NAME).unlink()
+    with pytest.raises(AdapterError, match=r"adapter_model.safetensors does not exist"):
+        SeKVAdapter.from_pretrained(folder, tiny_backbone)
+    (folder / CONFIG_NAME).write_text("{")
+    with pytest.raises(AdapterError, match="not valid JSON"):
+        SeKVAdapter.from_pretrained(folder, tiny_backbone)
+
+
+def test_another_backbone_is_refused(saved, make_tiny_backbone):
+    _, folder = saved
+    with pytest.raises(AdapterError, match="num_layers: adapter 2, backbone 3"):
+        SeKVAdapter.from_pretrained(folder, make_tiny_backbone("llama", num_hidden_layers=3))
+    with pytest.raises(AdapterError, match="another model of the same shape"):
+        SeKVAdapter.from_pretrained(folder, make_tiny_backbone("llama", seed=5))
+
+
+def test_a_failed_save_leaves_the_old_adapter(saved, tiny_backbone, monkeypatch):
+    adapter, folder = saved
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    monkeypatch.setattr("sekv.adapter.save_file", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        adapter.save_pretrained(folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+
+
+def test_rank_gate_starts_open_and_pads_short_spectra():
+    gate = RankGate(6, 8, 4)
+    sigma = torch.tensor([[3.0, 2.0, 1.0]])
+    key = torch.randn(1, 8)
+    out = gate(sigma, key)
+    assert out.shape == (1, 3) and bool((out > 0.9).all())
+    padded = gate(torch.nn.functional.pad(sigma, (0, 3)), key)
+    torch.testing.assert_close(out, padded[:, :3])
+
+
+def test_global_threshold_is_one_number(tiny_backbone):
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, threshold="global"))
+    assert adapter.threshold_logit.numel() == 1 and adapter.router(1).threshold.shape == (4,)
+
+
+def test_bad_settings():
+    with pytest.raises(PolicyError, match="rope 'none' is unknown; use one of pre, post"):
+        SeKVConfig(rope="none")
+    with pytest.raises(PolicyError, match="max_rank must be at least 1"):
+        SeKVConfig(max_rank=0)
