@@ -298,7 +298,7 @@ def _chirp(rows: int, columns: int) -> Tensor:
 
 @torch.no_grad()
 def _sketch(projection: nn.Module, geometry: Geometry) -> list[float]:
-    """r_i . W x_i for fixed vectors r_i, x_i: run through the module, so that quantised weights count as what they do."""
+    """r_i . W x_i for fixed r_i, x_i, run through the module so that quantised weights count as what they do."""
     weight = next(projection.parameters())
     probe = _chirp(_SKETCH_SIZE, geometry.hidden_size) / math.sqrt(geometry.hidden_size)
     dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
@@ -358,6 +358,7 @@ def load_backbone(name_or_path: str | Path, dtype: str | torch.dtype = "auto", d
     torch_dtype = _pick_dtype(dtype, target)
     name = str(name_or_path)
     folder = _locate(name)
+    _check_folder(folder, name)
     tokenizer = _load_tokenizer(folder, name)
     model = _load_model(folder, name, torch_dtype, target)
     return Backbone.from_model(model, tokenizer, name)
@@ -406,6 +407,18 @@ def _locate(name: str) -> Path:
     return hub_snapshot(name)
 
 
+def _check_folder(folder: Path, name: str) -> None:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise BackboneError(f"the folder '{name}' has no config.json; give a folder saved by save_pretrained")
+    try:
+        json.loads(config.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BackboneError(f"the config.json of '{name}' is not JSON ({error}); copy or download it again") from error
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise BackboneError(f"the folder '{name}' has no weights (*.safetensors); copy them next to config.json")
+
+
 def _load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase | None:
     if not any((folder / file).exists() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return None
@@ -416,10 +429,6 @@ def _load_tokenizer(folder: Path, name: str) -> PreTrainedTokenizerBase | None:
 
 
 def _load_model(folder: Path, name: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    if not (folder / "config.json").is_file():
-        raise BackboneError(f"the folder '{name}' has no config.json; give a folder saved by save_pretrained")
-    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
-        raise BackboneError(f"the folder '{name}' has no weights (*.safetensors); copy them next to config.json")
     auto: Any = AutoModelForCausalLM
     try:
         with quiet_progress():
@@ -434,7 +443,7 @@ def _load_model(folder: Path, name: str, dtype: torch.dtype, device: torch.devic
     lacking = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if lacking:  # transformers would fill them at random
         raise BackboneError(
-            f"the weights of backbone '{name}' lack what its config asks for ({len(lacking)} tensors, first {lacking[0]}); "
+            f"the weights of backbone '{name}' lack {len(lacking)} tensors of its config (first {lacking[0]}); "
             "copy or download them again"
         )
     return model

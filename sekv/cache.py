@@ -209,7 +209,7 @@ class CompressedCache(Cache):
         The original must not have been decoded into when the backbone has layers of its own kind (sliding window, linear
         attention), because those hold the decoded tokens themselves.
         """
-        layers = [
+        layers: list[Any] = [
             StoreLayer(layer.store.fork(), layer.n_context) if isinstance(layer, StoreLayer) else copy.deepcopy(layer)
             for layer in self.layers
         ]

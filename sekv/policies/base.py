@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -104,7 +105,8 @@ def compress(prefill: Prefill, policy: Policy, budget: Budget | str | float | in
     plan = None if keep_all else policy.prepare(prefill, budget)
     for index in range(prefill.backbone.geometry.num_layers):
         if index in prefill.native:
-            layers.append(prefill.native[index])
+            # A copy: decoding extends these layers, and the prefill may be compressed again.
+            layers.append(copy.deepcopy(prefill.native[index]))
             continue
         store = full_store(prefill, index) if keep_all else policy.compress(prefill, index, plan)
         layers.append(StoreLayer(store, prefill.n_tokens))

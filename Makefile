@@ -1,0 +1,56 @@
+# TORCH is the torch requirement to install first, e.g. TORCH=torch==2.13.0 or TORCH=/path/to/wheel.
+TORCH ?= torch
+PYTHON ?= python3
+VENV ?= .venv
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+# What the environment was made with: another choice of torch installs anew.
+CHOICE := $(VENV)/.choice
+CHECKED := sekv train tests
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help install test demo lint types format clean FORCE
+
+help:  ## Show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo '  variables: TORCH=torch==2.13.0 (the torch to install), PYTHON=python3.12, VENV=.venv'
+
+install: $(STAMP)  ## Create the virtual environment with everything in it
+
+test: $(STAMP)  ## Run the tests
+	$(BIN)/python -m pytest
+
+demo: $(STAMP)  ## Train, export, reload and compare on the default backbone
+	$(BIN)/python -m sekv.demo
+
+lint: $(STAMP)  ## Check style
+	$(BIN)/ruff check $(CHECKED)
+	$(BIN)/ruff format --check $(CHECKED)
+
+types: $(STAMP)  ## Check types
+	$(BIN)/mypy
+
+format: $(STAMP)  ## Rewrite files in the house style
+	$(BIN)/ruff check --fix-only $(CHECKED)
+	$(BIN)/ruff format $(CHECKED)
+
+clean:  ## Remove the virtual environment and what tools leave behind
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find $(CHECKED) -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# Rewritten only when the choice differs, so that an unchanged one keeps its age.
+$(CHOICE): FORCE
+	@mkdir -p $(VENV)
+	@echo '$(TORCH)' | cmp -s - $@ || echo '$(TORCH)' > $@
+
+# torch goes first and is then pinned by a constraint, so that no other package replaces the build the user chose.
+$(STAMP): pyproject.toml $(CHOICE)
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install "$(TORCH)"
+	$(BIN)/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > $(VENV)/torch.txt
+	$(BIN)/python -m pip install -c $(VENV)/torch.txt -e '.[train,eval,dev]'
+	@touch $@

@@ -1,0 +1,343 @@
+"""The `sekv` command: train | export | evaluate | generate.
+
+Nothing heavy is imported before a subcommand runs, so that `--help` and a mistyped flag answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from sekv import __version__
+from sekv.errors import DataError, SeKVError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from sekv.generation import Answer
+
+_BACKBONE = "smollm2-135m"
+_BACKBONE_HELP = f"{_BACKBONE} (embedded, the default), a folder, or a Hub id"
+_POLICY_HELP = "method, options in brackets: sekv[routing=mean,max_span=32]; the methods are listed below"
+_BUDGET_HELP = "share of the context that a query may attend to (0.1 or 10%%), or a number of rows (409)"
+_TRAINING_PACKAGES = {
+    "lightning",
+    "jsonargparse",
+    "datasets",
+    "wandb",
+    "torchmetrics",
+    "docstring_parser",
+    "typeshed_client",
+}
+
+_MAIN_EPILOG = """\
+a first session:
+  sekv generate --backbone smollm2-135m --policy keydiff --budget 0.2 --context-file notes.txt --question "Who called?"
+  sekv evaluate --backbone smollm2-135m --policy full,keydiff,snapkv --tasks niah:2048 --budget 0.1,0.2 --output results
+  sekv train --config configs/smollm2-135m.yaml
+  sekv export runs/NAME/checkpoints/best.ckpt checkpoints/my-adapter
+
+`sekv COMMAND --help` explains a command."""
+
+_EVALUATE_EPILOG = """\
+examples:
+  sekv evaluate --policy full,nestedkv,hubkv:keydiff --tasks niah:4096 --budget 0.1,0.2 --output results
+  sekv evaluate --policy 'sekv,sekv[routing=mean]' --adapter checkpoints/smollm2-135m \\
+      --tasks qa.jsonl,niah:2048 --budget 10% --limit 5 --output results
+
+a task is niah:LENGTH (a fact in LENGTH tokens of English, at depths from 0 to 100%), or a JSONL file whose lines have
+  task, context, question, answer_prefix (texts), answers (list of texts), and optionally max_new_tokens (64).
+
+DIR gets results.json and results.csv (one entry per policy, task and budget), samples.jsonl (every output) and
+  scores.png."""
+
+_GENERATE_EPILOG = """\
+examples:
+  sekv generate --policy full --budget 1.0 --context-file report.txt --question "What was decided?"
+  cat report.txt | sekv generate --policy sekv --adapter checkpoints/smollm2-135m --budget 0.1 --context-file - \\
+      --question "What was decided?"
+
+The answer goes to standard output, the account of rows and bytes to standard error."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help ends with the list of policies, which is looked up only when help is shown."""
+
+    lists_policies = False
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        return f"{text}\npolicies:\n{_policy_lines()}\n" if self.lists_policies else text
+
+
+def _policy_lines() -> str:
+    from sekv.policies.registry import available_policies
+
+    return "\n".join(f"  {name:<16} {line}" for name, line in available_policies().items())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command line."""
+    parser = _Parser(
+        prog="sekv",
+        description="Compress the key-value memory of a language model and ask it questions.",
+        epilog=_MAIN_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"sekv {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    commands.add_parser("train", add_help=False, help="train a SeKV adapter: --config FILE [--help for all settings]")
+    _add_export(commands)
+    _add_evaluate(commands)
+    _add_generate(commands)
+    return parser
+
+
+def _add_export(commands: Any) -> None:
+    command = commands.add_parser(
+        "export",
+        help="make a folder with an adapter from a training checkpoint",
+        description="Write OUT/adapter_config.json and OUT/adapter_model.safetensors from a training checkpoint.",
+        epilog="example:\n  sekv export runs/NAME/checkpoints/best.ckpt checkpoints/my-adapter",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint written by sekv train")
+    command.add_argument("output", metavar="OUT", type=Path, help="folder of the adapter")
+    command.set_defaults(handler=_export)
+
+
+def _add_evaluate(commands: Any) -> None:
+    command = commands.add_parser(
+        "evaluate",
+        help="score policies on tasks at several budgets",
+        description="Read each context once, compress it by every policy at every budget, ask, and score the answers.",
+        epilog=_EVALUATE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.lists_policies = True
+    _add_model_flags(command)
+    command.add_argument("--policy", required=True, metavar="P[,P...]", help=_POLICY_HELP)
+    command.add_argument("--adapter", metavar="DIR", help="folder of a trained adapter, for sekv")
+    command.add_argument("--tasks", required=True, metavar="T[,T...]", help="niah:LENGTH or JSONL files")
+    command.add_argument("--budget", required=True, metavar="X[,X...]", help=_BUDGET_HELP)
+    command.add_argument("--limit", type=int, metavar="N", help="most samples of each task (default: all)")
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="of generated tasks (default: 0)")
+    command.add_argument("--query-aware", action="store_true", help="compress the question together with the context")
+    command.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
+    command.set_defaults(handler=_evaluate)
+
+
+def _add_generate(commands: Any) -> None:
+    command = commands.add_parser(
+        "generate",
+        help="answer one question about one text",
+        description="Read a text, compress it, and answer a question from the compressed memory.",
+        epilog=_GENERATE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.lists_policies = True
+    _add_model_flags(command)
+    command.add_argument("--policy", required=True, metavar="P", help=_POLICY_HELP)
+    command.add_argument("--adapter", metavar="DIR", help="folder of a trained adapter, for sekv")
+    command.add_argument("--budget", required=True, metavar="X", help=_BUDGET_HELP)
+    command.add_argument("--context-file", required=True, metavar="F", help="UTF-8 text; - reads standard input")
+    command.add_argument("--question", required=True, metavar="Q", help="what to ask about it")
+    command.add_argument("--answer-prefix", default="", metavar="TEXT", help="beginning of the answer")
+    command.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="longest answer (default: 128)")
+    command.add_argument("--query-aware", action="store_true", help="compress the question together with the context")
+    command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    command.add_argument("--temperature", type=float, metavar="X", help="of --sample (default: 1.0)")
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="of --sample (default: 0)")
+    command.set_defaults(handler=_generate)
+
+
+def _add_model_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--backbone", default=_BACKBONE, metavar="B", help=_BACKBONE_HELP)
+    command.add_argument(
+        "--dtype", default="auto", choices=("auto", "float32", "bfloat16", "float16"), help="(default: auto)"
+    )
+    command.add_argument("--device", default="auto", metavar="D", help="auto, cpu, cuda or cuda:N (default: auto)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line.
+
+    Args:
+        argv: arguments after the program's name; those of the process by default.
+
+    Returns:
+        The exit code: 0, 2 for a mistake that a message explains, 130 when interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+    except SeKVError as error:
+        print(f"sekv: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("sekv: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader left (`| head`); pointing stdout elsewhere keeps the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["train"]:  # its flags belong to Lightning's own parser
+        return int(_training_module("train.cli").main(arguments[1:]))
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    return int(options.handler(options))
+
+
+def _training_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in _TRAINING_PACKAGES:
+            raise
+        raise SeKVError(f"this command needs the package '{package}'; run: pip install 'sekv[train]'") from None
+
+
+def _export(options: argparse.Namespace) -> int:
+    folder = _training_module("train.export").export_checkpoint(options.checkpoint, options.output)
+    print(f"adapter written to {folder}")
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from sekv.backbone import load_backbone
+    from sekv.evaluation.plots import plot_scores
+    from sekv.evaluation.records import PLOT
+    from sekv.evaluation.report import answer_progress, results_table
+    from sekv.evaluation.runner import Evaluation
+    from sekv.policies.registry import split_specs
+
+    evaluation = Evaluation.plan(
+        split_specs(options.policy),
+        _split(options.tasks),
+        _split(options.budget),
+        options.output,
+        adapter=options.adapter,
+        limit=options.limit,
+        seed=options.seed,
+        query_aware=options.query_aware,
+    )
+    errors = Console(stderr=True)
+    with errors.status(f"loading {options.backbone}"):
+        backbone = load_backbone(options.backbone, options.dtype, options.device)
+    with errors.status("preparing the tasks"):
+        questions = evaluation.prepare(backbone)
+    with answer_progress(errors) as progress:
+        bar = progress.add_task("answers", total=len(questions) * evaluation.answers_per_question)
+        results = evaluation.run(backbone, questions, on_record=lambda record: progress.advance(bar))
+    plot_scores(results, evaluation.output / PLOT)
+    for task in dict.fromkeys(result.task for result in results):
+        Console().print(results_table(results, task))
+    print(f"written to {evaluation.output}")
+    return 0
+
+
+def _generate(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from sekv.budget import Budget
+
+    budget = Budget.parse(options.budget)
+    if options.max_new_tokens < 1:
+        raise DataError(f"--max-new-tokens {options.max_new_tokens} leaves no answer; give 1 or more")
+    if options.temperature is not None and not (options.sample and options.temperature > 0):
+        raise DataError("--temperature needs --sample and a number above 0")
+    context = _read_text(options.context_file)
+    answer = _stream_answer(options, budget, context)
+    _print_account(Console(stderr=True), answer)
+    return 0
+
+
+def _stream_answer(options: argparse.Namespace, budget: Any, context: str) -> Answer:
+    import torch
+    from rich.console import Console
+    from transformers import TextStreamer
+
+    from sekv.adapter import SeKVAdapter
+    from sekv.backbone import load_backbone
+    from sekv.generation import ask, memory_ids, read_context
+    from sekv.policies.registry import build_policy
+    from sekv.prompt import split_prompt
+
+    adapter = SeKVAdapter.from_pretrained(options.adapter) if options.adapter else None
+    policy = build_policy(options.policy, adapter=adapter)
+    errors = Console(stderr=True)
+    with errors.status(f"loading {options.backbone}"):
+        backbone = load_backbone(options.backbone, options.dtype, options.device)
+    if adapter is not None:
+        adapter.check_backbone(backbone)
+        adapter.to(backbone.device)
+    prompt = split_prompt(backbone.tokenizer, context, options.question, options.answer_prefix)
+    prompt = prompt.fit(backbone.geometry.max_positions, options.max_new_tokens)
+    if prompt.truncated:
+        errors.print(f"the context is too long for the backbone: {prompt.truncated} tokens in its middle are left out")
+    with errors.status("reading the context"):
+        memory = read_context(backbone, memory_ids(prompt, options.query_aware), [policy])
+    torch.manual_seed(options.seed)
+    sampling = {"do_sample": True, "temperature": options.temperature or 1.0} if options.sample else {}
+    return ask(
+        memory,
+        policy,
+        budget,
+        prompt,
+        options.max_new_tokens,
+        query_aware=options.query_aware,
+        streamer=TextStreamer(backbone.tokenizer, skip_prompt=True, skip_special_tokens=True),  # type: ignore[arg-type]
+        **sampling,
+    )
+
+
+def _print_account(console: Console, answer: Answer) -> None:
+    from rich.table import Table
+
+    from sekv.evaluation.report import format_bytes
+
+    table = Table("rows", "resident", "host", "moved/token", "new tokens", "seconds")
+    table.add_row(
+        f"{answer.rows:.1f}",
+        format_bytes(answer.resident_bytes),
+        format_bytes(answer.host_bytes),
+        format_bytes(answer.moved_bytes_per_token),
+        str(len(answer.ids)),
+        f"{answer.seconds:.2f}",
+    )
+    console.print(table)
+
+
+def _split(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _read_text(name: str) -> str:
+    try:
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(
+            f"context file '{name}' cannot be read: {error.strerror}; give a text file, or - for stdin"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"context file '{name}' is not UTF-8 text ({error.reason} at byte {error.start})") from None
+    if not text.strip():
+        raise DataError(f"the context in '{name}' is empty; give the text that the question is about")
+    return text

@@ -1,0 +1,18 @@
+"""Scores of an output against the expected answers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+
+def match_all(output: str, answers: Sequence[str]) -> float:
+    """Share of the answers found in the output, 0 to 100: RULER's `string_match_all`, upper and lower case alike."""
+    text = output.lower()
+    return 100.0 * sum(answer.lower() in text for answer in answers) / len(answers)
+
+
+def standard_error(scores: Sequence[float]) -> float:
+    """Standard error of the mean of `scores`; 0 for a single one."""
+    return statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else 0.0

@@ -1,0 +1,35 @@
+"""KeyDiff: keep the keys that differ most from the average key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+from torch.nn.functional import cosine_similarity, normalize
+
+from sekv.policies.scorer import ScorerPolicy
+from sekv.prefill import Prefill
+
+
+@dataclass(kw_only=True)
+class KeyDiffPolicy(ScorerPolicy):
+    """KeyDiff (arXiv 2504.15364): keeps the keys least similar to the mean key; needs no attention.
+
+    score_i = -cos(k_i, mean_j k_j / |k_j|), per head, over the context's real tokens and on rotated keys.
+
+    Departures: the paper evicts block by block while it reads, here one pass ends the prefill; sinks and tail stay.
+    """
+
+    name: ClassVar[str] = "keydiff"
+
+    def score(self, prefill: Prefill, layer: int) -> Tensor:
+        """-cos to the mean direction, [B, K, N] in [-1, 1]."""
+        unit = unit_keys(prefill.key_value(layer)[0], prefill.mask)
+        # The sum serves as the mean: a cosine does not see lengths.
+        return -cosine_similarity(unit, unit.sum(dim=2, keepdim=True), dim=-1)
+
+
+def unit_keys(key: Tensor, mask: Tensor) -> Tensor:
+    """Keys [B, K, N, d] scaled to length 1 in float32; 0 at padding, and near 0 where a key is."""
+    return normalize(key.float(), dim=-1) * mask[:, None, :, None]

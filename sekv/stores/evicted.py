@@ -1,0 +1,117 @@
+"""The store of methods that drop tokens: only the kept rows, a different number for every head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sekv.stores.base import ExactRows, Store, causal_tail_mask
+
+_BLOCK = 32  # rows per block when heads differ: less than one block per head is wasted
+_WORKSPACE_BYTES = 64 * 2**20  # float32 logits and partial sums that may exist at once
+
+
+class EvictedStore(Store):
+    """Keeps a subset of the context's rows, ragged per batch row and KV head.
+
+    The rows of one (batch row, KV head) pair, a *group*, lie in blocks of equal size; blocks of all groups share one tensor
+    [M, block, d]. Heads that keep more rows own more blocks, and nothing is padded to the longest head. When all
+    groups keep the same number of rows, that number is the block size and every group is one block.
+
+    Dimensions: B batch, H query heads, K KV heads (H = G * K), N context tokens, M blocks, Q queries, T tail tokens.
+
+    Args:
+        key: [B, K, N, d], rotated.
+        value: [B, K, N, dv].
+        keep: True for kept tokens [B, K, N]; at least one per batch row and head, never padding.
+        lengths: true tokens of each context [B].
+
+    Raises:
+        ValueError: a head keeps no token.
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, keep: Tensor, lengths: Tensor) -> None:
+        # The empty context part of the exact rows: here they hold the tail only.
+        super().__init__(ExactRows(*(t.new_empty(*t.shape[:2], 0, t.shape[3]) for t in (key, value))), lengths)
+        self.rows_per_head = keep.sum(dim=-1)  # [B, K]
+        counts = self.rows_per_head.flatten()
+        fewest, most = int(counts.min()), int(counts.max())
+        if fewest == 0:
+            raise ValueError("every batch row and KV head must keep at least one row of the context")
+        self.block = most if fewest == most else _BLOCK
+        blocks = (counts + self.block - 1) // self.block  # blocks of each group [B*K]
+        first = blocks.cumsum(0) - blocks  # index of each group's first block
+        group = torch.arange(len(counts), device=keep.device).repeat_interleave(blocks)
+        # Slot of each kept row in the flat tensors, in the order that boolean indexing yields rows.
+        flat = keep.flatten(0, 1)
+        slot = (first[:, None] * self.block + flat.cumsum(dim=1) - 1)[flat]
+        self.key_blocks, self.value_blocks = (self._packed(t, keep, slot, len(group)) for t in (key, value))
+        left = counts[group] - (torch.arange(len(group), device=keep.device) - first[group]) * self.block
+        filled = torch.arange(self.block, device=keep.device) < left[:, None]
+        # Both are None when every group is exactly one full block.
+        self.group: Tensor | None = group if fewest != most else None  # [M]
+        self.empty: Tensor | None = ~filled[:, None] if fewest != most else None  # [M, 1, block]
+        self._kept = int(counts.sum())
+
+    def _packed(self, rows: Tensor, keep: Tensor, slot: Tensor, n_blocks: int) -> Tensor:
+        packed = rows.new_zeros(n_blocks * self.block, rows.shape[3])
+        packed[slot] = rows[keep]
+        return packed.view(n_blocks, self.block, rows.shape[3])
+
+    def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        """One softmax over each head's kept rows and the visible tail."""
+        batch, heads, n_queries, dim = query.shape
+        kv_heads = self.rows_per_head.shape[1]
+        self.meter.queries += batch * n_queries * kv_heads
+        self.meter.rows += float(self._kept) * n_queries
+        if tail_mask is None:
+            tail_mask = causal_tail_mask(n_queries, self.tail_length, query.device)
+        n_blocks, dim_value = len(self.key_blocks), self.value_blocks.shape[2]
+        per_query = 4 * (heads // kv_heads) * n_blocks * (dim + self.block + dim_value)
+        chunk = max(1, _WORKSPACE_BYTES // per_query)
+        if n_queries <= chunk:
+            return self._attend(query, scaling, tail_mask)
+        masks = [None] * n_queries if tail_mask is None else tail_mask.split(chunk, dim=2)
+        parts = [self._attend(q, scaling, m) for q, m in zip(query.split(chunk, dim=2), masks, strict=True)]
+        return torch.cat(parts, dim=2)
+
+    def _attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        batch, kv_heads = self.rows_per_head.shape
+        heads, n_queries, dim = query.shape[1:]
+        # Queries of a group side by side [B*K, G*Q, d]: its heads read the same rows.
+        grouped = query.reshape(batch * kv_heads, -1, dim).float() * scaling
+        logits = self._to_blocks(grouped) @ self.key_blocks.float().mT  # [M, G*Q, block]
+        if self.empty is not None:
+            logits.masked_fill_(self.empty, -torch.inf)
+        tail_key, tail_value = self.exact.key.flatten(0, 1).float(), self.exact.value.flatten(0, 1).float()
+        tail_logits = grouped @ tail_key.mT  # [B*K, G*Q, T]
+        if tail_mask is not None:
+            shape = (batch, kv_heads, heads // kv_heads, n_queries, self.tail_length)
+            tail_logits.view(shape).masked_fill_(~tail_mask[:, :, None], -torch.inf)
+        # The softmax of a group spans its blocks and its tail: one maximum, one total.
+        largest = self._max_into(_amax(tail_logits), logits.amax(dim=-1))  # [B*K, G*Q]
+        tail_weights = (tail_logits - largest[..., None]).exp_()
+        weights = (logits - self._to_blocks(largest)[..., None]).exp_()
+        total = self._add_into(tail_weights.sum(dim=-1), weights.sum(dim=-1))
+        output = self._add_into(tail_weights @ tail_value, weights @ self.value_blocks.float())  # [B*K, G*Q, dv]
+        return (output / total[..., None]).to(query.dtype).reshape(batch, heads, n_queries, -1)
+
+    def _to_blocks(self, per_group: Tensor) -> Tensor:
+        return per_group if self.group is None else per_group[self.group]
+
+    def _max_into(self, per_group: Tensor, per_block: Tensor) -> Tensor:
+        if self.group is None:
+            return torch.maximum(per_group, per_block)
+        return per_group.scatter_reduce_(0, self.group[:, None].expand_as(per_block), per_block, "amax")
+
+    def _add_into(self, per_group: Tensor, per_block: Tensor) -> Tensor:
+        return per_group.add_(per_block) if self.group is None else per_group.index_add_(0, self.group, per_block)
+
+    def resident_tensors(self) -> list[Tensor | None]:
+        """Kept rows, their index, and the tail."""
+        return [self.key_blocks, self.value_blocks, self.group, self.empty, self.rows_per_head, *self.exact.tensors()]
+
+
+def _amax(logits: Tensor) -> Tensor:
+    """Maximum over the last dimension; -inf where it is empty."""
+    return logits.amax(dim=-1) if logits.shape[-1] else logits.new_full(logits.shape[:-1], -torch.inf)

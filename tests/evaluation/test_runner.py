@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from sekv.adapter import SeKVAdapter, SeKVConfig
+from sekv.errors import AdapterError, BudgetError, DataError, PolicyError
+from sekv.evaluation import runner
+from sekv.evaluation.runner import Evaluation, evaluate
+from sekv.prompt import split_prompt
+
+POLICIES = ["full", "keydiff", "streaming_llm"]
+RESULT_FIELDS = {
+    "policy", "task", "budget", "query_aware", "n", "score", "rows", "resident_bytes", "host_bytes",
+    "moved_bytes_per_token", "seconds",
+}  # fmt: skip
+SENTENCES = [f"Room {i} has the key number {1000 + 37 * i}." for i in range(12)]
+
+
+@pytest.fixture
+def task_file(tmp_path: Path) -> Path:
+    lines = [
+        {
+            "task": "rooms",
+            "context": " ".join(SENTENCES[i:] + SENTENCES[:i]),
+            "question": f"What is the number of room {i}?",
+            "answer_prefix": "It is",
+            "answers": [str(1000 + 37 * i)],
+            "max_new_tokens": 8,
+        }
+        for i in range(3)
+    ]
+    path = tmp_path / "rooms.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_an_evaluation_end_to_end(tiny_backbone, task_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    seen = []
+    evaluation = Evaluation.plan(POLICIES, [str(task_file), "niah:512"], [0.3, "1.0"], out, limit=2)
+    questions = evaluation.prepare(tiny_backbone)
+    assert not out.exists()
+    results = evaluation.run(tiny_backbone, questions, on_record=seen.append)
+    assert len(seen) == len(questions) * evaluation.answers_per_question == 4 * 3 * 2
+    assert sorted(path.name for path in out.iterdir()) == ["results.csv", "results.json", "samples.jsonl"]
+    written = json.loads((out / "results.json").read_text())
+    assert {(r["policy"], r["task"], r["budget"]) for r in written} == {
+        (policy, task, budget) for policy in POLICIES for task in ("rooms", "niah:512") for budget in (0.3, 1.0)
+    }
+    assert len(written) == len(results) == 12
+    for result in written:
+        assert result.keys() >= RESULT_FIELDS
+        assert result["n"] == 2
+        assert 0 <= result["score"] <= 100
+        whole = result["policy"] == "full" or result["budget"] == 1.0
+        assert result["rows"] == pytest.approx(result["context_tokens"] * (1.0 if whole else 0.3), abs=1.0)
+        assert result["moved_bytes_per_token"] == result["host_bytes"] == 0
+        assert result["query_aware"] is False
+    by_key = {(r["policy"], r["task"], r["budget"]): r for r in written}
+    full, small = by_key["full", "rooms", 0.3], by_key["keydiff", "rooms", 0.3]
+    assert small["resident_bytes"] < 0.5 * full["resident_bytes"]
+
+
+@pytest.mark.parametrize("query_aware", [False, True])
+def test_budget_one_gives_the_text_of_plain_generate(tiny_backbone, task_file: Path, tmp_path: Path, query_aware: bool):
+    policies = [*POLICIES, "snapkv", "nestedkv", "hubkv:keydiff", "sekv[routing=mean]"]
+    evaluate(tiny_backbone, policies, [str(task_file)], [1.0], tmp_path / "out", query_aware=query_aware)
+    expected = []
+    for line in load(task_file):
+        ids = split_prompt(tiny_backbone.tokenizer, line["context"], line["question"], line["answer_prefix"]).ids
+        row = torch.tensor([ids])
+        output = tiny_backbone.model.generate(
+            row, attention_mask=torch.ones_like(row), do_sample=False, max_new_tokens=8, pad_token_id=0
+        )
+        expected.append(tiny_backbone.tokenizer.decode(output[0, len(ids) :], skip_special_tokens=True))
+    samples = load(tmp_path / "out" / "samples.jsonl")
+    assert {sample["query_aware"] for sample in samples} == {query_aware}
+    for policy in policies:
+        assert [sample["output"] for sample in samples if sample["policy"] == policy] == expected
+
+
+def test_the_question_is_compressed_only_when_query_aware(tiny_backbone, task_file: Path, tmp_path: Path) -> None:
+    lengths = {}
+    for aware in (False, True):
+        evaluate(tiny_backbone, ["full"], [str(task_file)], [1.0], tmp_path / str(aware), query_aware=aware, limit=1)
+        (lengths[aware],) = [sample["context_tokens"] for sample in load(tmp_path / str(aware) / "samples.jsonl")]
+    line = load(task_file)[0]
+    prompt = split_prompt(tiny_backbone.tokenizer, line["context"], line["question"], line["answer_prefix"])
+    assert lengths == {False: len(prompt.context_ids), True: len(prompt.ids) - 1}
+
+
+def test_two_runs_with_one_seed_agree_and_a_new_run_replaces_the_old(tiny_backbone, tmp_path: Path) -> None:
+    def run(folder: str, seed: int) -> list[dict[str, Any]]:
+        evaluate(tiny_backbone, ["keydiff"], ["niah:400"], [0.2], tmp_path / folder, limit=2, seed=seed)
+        return [
+            {key: value for key, value in sample.items() if "seconds" not in key}
+            for sample in load(tmp_path / folder / "samples.jsonl")
+        ]
+
+    first = run("a", 1)
+    assert first == run("b", 1)
+    assert run("a", 2) != first
+    assert len(load(tmp_path / "a" / "samples.jsonl")) == 2
+
+
+def test_each_context_is_read_once(tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch) -> None:
+    reads = []
+    real = runner.read_context
+    monkeypatch.setattr(runner, "read_context", lambda *args: reads.append(args) or real(*args))
+    evaluate(tiny_backbone, POLICIES, [str(task_file)], [0.3, 0.6], tmp_path / "out")
+    assert len(reads) == 3
+
+
+def test_a_long_context_is_shortened_by_whole_ids_and_counted(
+    make_tiny_backbone, task_file: Path, tmp_path: Path
+) -> None:
+    backbone = make_tiny_backbone("llama", max_position_embeddings=256)
+    (result,) = evaluate(backbone, ["full"], [str(task_file)], [1.0], tmp_path / "out", limit=1)
+    (sample,) = load(tmp_path / "out" / "samples.jsonl")
+    line = load(task_file)[0]
+    prompt = split_prompt(backbone.tokenizer, line["context"], line["question"], line["answer_prefix"])
+    assert sample["context_tokens"] == 256 - 8 - len(prompt.question_ids)
+    assert sample["truncated"] == len(prompt.context_ids) - sample["context_tokens"] > 0
+    assert result.truncated == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"policies": ["full", "nope"]}, PolicyError, "unknown policy 'nope'"),
+        ({"policies": ["keydiff[nope=1]"]}, PolicyError, "no option 'nope'"),
+        ({"policies": []}, PolicyError, "no policy given"),
+        ({"policies": ["sekv"]}, PolicyError, "adapter"),
+        ({"tasks": ["nope"]}, DataError, "unknown task 'nope'"),
+        ({"budgets": ["much"]}, BudgetError, "budget 'much' is not a number"),
+        ({"budgets": [0.0]}, BudgetError, "outside"),
+        ({"budgets": []}, BudgetError, "no budget given"),
+        ({"limit": 0}, DataError, "limit 0"),
+        ({"adapter": "no/such/folder"}, AdapterError, "does not exist"),
+    ],
+)
+def test_a_mistake_is_found_without_a_backbone(
+    task_file: Path, tmp_path: Path, change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    good: dict[str, Any] = {
+        "policies": ["full"],
+        "tasks": [str(task_file)],
+        "budgets": [0.5],
+        "output": tmp_path / "out",
+    }
+    with pytest.raises(error, match=message):
+        Evaluation.plan(**(good | change))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_is_a_file_is_refused(task_file: Path, tmp_path: Path) -> None:
+    for output in (task_file, task_file / "below"):
+        with pytest.raises(DataError, match="is a file"):
+            Evaluation.plan(["full"], [str(task_file)], [0.5], output)
+
+
+@pytest.mark.parametrize("budget", [8, 0.01])
+def test_a_budget_too_small_is_found_before_the_first_context_is_read(
+    tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch, budget: float
+) -> None:
+    monkeypatch.setattr(runner, "read_context", lambda *args: pytest.fail("a context was read"))
+    with pytest.raises(BudgetError, match="needs at least"):
+        evaluate(tiny_backbone, ["keydiff", "sekv[routing=mean]"], [str(task_file)], [0.5, budget], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_backbone_is_refused(make_tiny_backbone, tiny_backbone, task_file: Path, tmp_path: Path):
+    other = make_tiny_backbone("llama", num_hidden_layers=3)
+    config = SeKVConfig(routing_dim=8)
+    folder = SeKVAdapter.create(other, config).save_pretrained(tmp_path / "adapter")
+    evaluation = Evaluation.plan(["full", "sekv"], [str(task_file)], [0.5], tmp_path / "out", adapter=folder)
+    with pytest.raises(AdapterError, match="num_layers: adapter 3, backbone 2"):
+        evaluation.prepare(tiny_backbone)
+    assert len(evaluation.prepare(other)) == 3
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_run_keeps_its_answers_under_a_partial_name(
+    tiny_backbone, task_file: Path, tmp_path: Path
+) -> None:
+    evaluation = Evaluation.plan(["full"], [str(task_file)], [1.0], tmp_path / "out")
+
+    def stop(record: object) -> None:
+        raise KeyboardInterrupt
+
+    questions = evaluation.prepare(tiny_backbone)
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.run(tiny_backbone, questions, on_record=stop)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["samples.jsonl.partial"]
+    assert len(load(tmp_path / "out" / "samples.jsonl.partial")) == 1

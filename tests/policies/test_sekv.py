@@ -1,0 +1,136 @@
+"""SeKV as a policy: what it refuses, padding, long decoding, host and compute tiers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sekv.adapter import SeKVAdapter, SeKVConfig
+from sekv.errors import AdapterError, BudgetError, PolicyError
+from sekv.policies.base import compress
+from sekv.policies.sekv import SeKVPolicy, training_cache
+from sekv.prefill import prefill
+
+
+def ids(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 259, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_learned_routing_needs_an_adapter():
+    with pytest.raises(PolicyError, match=r"give --adapter DIR, or use sekv\[routing=mean\]"):
+        SeKVPolicy()
+
+
+def test_unknown_routing_is_named():
+    with pytest.raises(PolicyError, match="routing 'best' is unknown; use one of learned, mean, oracle"):
+        SeKVPolicy(routing="best")
+
+
+def test_rank_above_the_adapters_is_refused(tiny_backbone):
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_rank=4))
+    with pytest.raises(PolicyError, match="max_rank 9 exceeds the adapter's 4"):
+        SeKVPolicy(adapter=adapter, max_rank=9)
+
+
+def test_adapter_of_fewer_layers_is_refused(tiny_backbone, make_tiny_backbone):
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8))
+    state = prefill(make_tiny_backbone("llama", num_hidden_layers=3), ids(1, 300))
+    with pytest.raises(AdapterError, match="no router for layer 2"):
+        compress(state, SeKVPolicy(adapter=adapter), 0.5)
+
+
+def test_too_small_a_budget_says_the_smallest(tiny_backbone):
+    state = prefill(tiny_backbone, ids(1, 500))
+    with pytest.raises(BudgetError, match="needs at least 79 rows") as error:
+        compress(state, SeKVPolicy(routing="mean"), 0.1)
+    assert "sinks, tail" in str(error.value)
+    rows = [s.meter for s in compress(state, SeKVPolicy(routing="mean"), 79).stores]
+    assert len(rows) == 2
+
+
+def test_surprisal_is_needed(tiny_backbone):
+    state = prefill(tiny_backbone, ids(1, 200), surprisal=False)
+    with pytest.raises(PolicyError, match="needs surprisal"):
+        compress(state, SeKVPolicy(routing="mean"), 0.5)
+
+
+def test_training_on_a_context_kept_whole_is_refused(tiny_backbone):
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8))
+    with pytest.raises(BudgetError, match="nothing to learn"):
+        training_cache(prefill(tiny_backbone, ids(1, 30)), adapter, 0.5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("routing", ["mean", "oracle", "learned"])
+def test_padding_changes_nothing(tiny_backbone, side, routing):
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=16))
+    policy = SeKVPolicy(adapter=adapter, routing=routing, tail=8)
+    long, short, question = ids(1, 200), ids(1, 141, seed=1), ids(1, 4, seed=2)
+    pad = torch.zeros(1, 59, dtype=torch.long)
+    parts = [pad, short] if side == "left" else [short, pad]
+    batch = torch.cat([long, torch.cat(parts, dim=1)])
+    mask = torch.ones(2, 200, dtype=torch.long)
+    mask[1, slice(0, 59) if side == "left" else slice(141, 200)] = 0
+
+    def answer(context: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        cache = compress(prefill(tiny_backbone, context, mask), policy, 0.4)
+        n = context.shape[0]
+        start = torch.full((n, 1), context.shape[1]) if mask is None else mask.sum(1, keepdim=True)
+        hidden = tiny_backbone.hidden_states(question.expand(n, 4), position_ids=start + torch.arange(4), cache=cache)
+        return tiny_backbone.logits(hidden)
+
+    both = answer(batch, mask)
+    torch.testing.assert_close(both[:1], answer(long, None), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(both[1:], answer(short, None), atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_chunked_prefill_and_host_offload_give_the_same_tokens(tiny_backbone):
+    context, question = ids(1, 300), ids(1, 5, seed=1)
+    prompt = torch.cat([context, question], dim=1)
+    outputs = []
+    for options in ({}, {"chunk_size": 37}, {"offload": True}, {"chunk_size": 64, "offload": True}):
+        cache = compress(prefill(tiny_backbone, context, **options), SeKVPolicy(routing="mean", tail=8), 0.4)
+        outputs.append(
+            tiny_backbone.model.generate(
+                prompt,
+                attention_mask=torch.ones_like(prompt),
+                cache=cache,
+                max_new_tokens=50,
+                min_new_tokens=50,
+                do_sample=False,
+            )
+        )
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    assert outputs[0].shape[1] == 355
+
+
+@torch.no_grad()
+def test_decoded_tokens_see_each_other(tiny_backbone):
+    """The tail answers: with another first question token, the second one's logits change."""
+    context = ids(1, 300)
+    cache = compress(prefill(tiny_backbone, context), SeKVPolicy(routing="mean", tail=8), 0.4)
+    results = []
+    for first in (50, 60):
+        twin = cache.fork()
+        for step, token in enumerate((first, 70)):
+            hidden = tiny_backbone.hidden_states(
+                torch.tensor([[token]]), position_ids=torch.tensor([[300 + step]]), cache=twin
+            )
+        results.append(hidden)
+        assert twin.get_seq_length() == 302
+    assert not torch.allclose(results[0], results[1], atol=1e-3)
+
+
+@torch.no_grad()
+def test_stored_bytes_follow_kv_heads(make_tiny_backbone):
+    sizes = {}
+    for kv_heads in (1, 2, 4):
+        backbone = make_tiny_backbone("llama", num_key_value_heads=kv_heads)
+        cache = compress(prefill(backbone, ids(1, 600)), SeKVPolicy(routing="mean", segmentation="fixed"), 0.3)
+        store = cache.stores[0]
+        sizes[kv_heads] = sum(
+            t.numel() for t in [*store.exact.tensors(), store.summary_key, store.summary_value] if t is not None
+        )
+    assert sizes[2] == 2 * sizes[1] and sizes[4] == 4 * sizes[1]

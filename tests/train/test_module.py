@@ -1,0 +1,197 @@
+"""Training under Lightning: what learns, what is saved, how it resumes and how it stops."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from safetensors.torch import load_file
+
+from sekv.adapter import SeKVConfig
+from sekv.budget import Budget
+from sekv.errors import AdapterError, BudgetError, DataError
+from train.errors import ConfigError, DivergenceError
+from train.module import SeKVModule
+
+
+class Curve(Callback):
+    """Remembers the loss and the learning rate of every step; stops early when asked to."""
+
+    def __init__(self, stop=None):
+        self.losses, self.rates, self.stop = [], [], stop
+
+    def on_train_batch_start(self, trainer, *args):
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer, *args):
+        self.losses.append(float(trainer.callback_metrics["train/loss"]))
+        trainer.should_stop = trainer.global_step == self.stop
+
+
+def weights(module):
+    return {name: p.detach().clone() for name, p in module.adapter.named_parameters()}
+
+
+def test_a_few_steps_lower_the_loss_and_move_only_the_adapter(make_module, make_data, make_trainer):
+    module, curve = make_module(budgets=(0.3,)), Curve()
+    untrained = make_trainer().validate(module, datamodule=make_data(), verbose=False)[0]
+    frozen = {name: p.clone() for name, p in module.backbone.model.named_parameters()}
+    before = weights(module)
+    make_trainer(max_steps=30, callbacks=[curve]).fit(module, datamodule=make_data())
+    trained = make_trainer().validate(module, datamodule=make_data(), verbose=False)[0]
+    print(untrained, trained, curve.losses)
+    assert len(curve.losses) == 30
+    assert trained["val/loss"] < 0.9 * untrained["val/loss"]
+    assert all(not torch.equal(before[name], p) for name, p in weights(module).items())
+    assert all(torch.equal(frozen[name], p) for name, p in module.backbone.model.named_parameters())
+
+
+def test_three_steps_resume_and_three_more_equal_six(make_module, make_data, make_trainer, tmp_path):
+    """Across an epoch boundary, with random cuts and budgets: the samples, the schedule and the optimiser all continue."""
+
+    def run(stop, ckpt=None, save=None):
+        module, curve = make_module(), Curve(stop)
+        trainer = make_trainer(max_steps=6, callbacks=[curve])
+        data = make_data(max_documents=10)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=True)
+        if save:
+            trainer.save_checkpoint(save)
+        return weights(module), curve.losses, len(data.train_dataloader())
+
+    whole, losses, epoch = run(6)
+    assert epoch < 6
+    saved = tmp_path / "three.ckpt"
+    _, first, _ = run(3, save=saved)
+    resumed, second, _ = run(6, ckpt=saved)
+    assert first + second == losses
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+def test_a_checkpoint_is_a_few_adapters_in_size_and_nothing_but_data(make_module, make_data, make_trainer, tmp_path):
+    module, trainer = make_module(), make_trainer(max_steps=2)
+    trainer.fit(module, datamodule=make_data())
+    path = tmp_path / "x.ckpt"
+    trainer.save_checkpoint(path)
+    content = torch.load(path, weights_only=True)
+    assert set(content["state_dict"]) == {f"adapter.{name}" for name in weights(module)}
+    adapter_bytes = sum(p.numel() * 4 for p in weights(module).values())
+    assert path.stat().st_size < 4 * adapter_bytes + 60_000  # and some bookkeeping, which does not grow
+
+
+def test_load_from_checkpoint_restores_adapter_and_settings(make_module, make_data, make_trainer, tmp_path):
+    module, trainer = make_module(), make_trainer(max_steps=2)
+    trainer.fit(module, datamodule=make_data())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    loaded = SeKVModule.load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    assert all(torch.equal(p, weights(loaded)[name]) for name, p in weights(module).items())
+    assert loaded.adapter_config == module.adapter_config
+    assert loaded.mining == module.mining
+    assert dict(loaded.hparams) == dict(module.hparams)
+
+
+def test_a_checkpoint_of_another_backbone_is_refused(make_module, make_data, make_trainer, make_tiny_backbone, tmp_path):
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(make_module(), datamodule=make_data())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    other = make_module()
+    other.backbone = make_tiny_backbone("llama", seed=7)
+    with pytest.raises(AdapterError, match="trained over another backbone.*weights of layer 0"):
+        make_trainer(max_steps=2).fit(other, datamodule=make_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True)
+
+
+def test_validation_reports_losses_and_routers(make_module, make_data, make_trainer):
+    module = make_module()
+    trainer = make_trainer()
+    figures = trainer.validate(module, datamodule=make_data(), verbose=False)[0]
+    again = make_trainer().validate(module, datamodule=make_data(), verbose=False)[0]
+    assert figures == again
+    assert {"val/loss", "val/zoom", "val/recall_learned", "val/recall_mean", "val/recall_oracle", "val/rows"} <= set(figures)
+    assert figures["val/recall_oracle"] >= figures["val/recall_learned"] > 0
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_and_batch(make_module, make_data, make_trainer, tmp_path):
+    module = make_module()
+    module.configure_model()
+    with torch.no_grad():
+        module.adapter.bias.fill_(math.nan)
+    with pytest.raises(DivergenceError, match=r"step 0: the loss is not finite.*divergence-step-0\.safetensors"):
+        make_trainer(max_steps=2).fit(module, datamodule=make_data())
+    saved = load_file(tmp_path / "divergence-step-0.safetensors")
+    assert saved["input_ids"].shape == saved["attention_mask"].shape
+    assert saved["cuts"].shape == (2,)
+
+
+def test_a_gradient_that_is_not_finite_stops_before_the_step(make_module, make_data, make_trainer):
+    module = make_module()
+    module.configure_model()
+    module.adapter.bias.register_hook(lambda gradient: gradient * math.nan)
+    with pytest.raises(DivergenceError, match="step 0: the gradient of bias is not finite"):
+        make_trainer(max_steps=2).fit(module, datamodule=make_data())
+    assert all(p.isfinite().all() for p in module.adapter.parameters())
+
+
+def test_the_learning_rate_warms_up_and_falls_to_zero(make_module, make_data, make_trainer):
+    curve = Curve()
+    make_trainer(max_steps=10, callbacks=[curve]).fit(make_module(lr=0.1, warmup=0.2), datamodule=make_data())
+    assert curve.rates[:3] == pytest.approx([0.0, 0.05, 0.1])
+    assert curve.rates[3:] == sorted(curve.rates[3:], reverse=True)
+    assert curve.rates[-1] < 0.01
+
+
+def test_cuts_and_budgets_vary_and_depend_on_the_seed(make_module, make_data, make_trainer):
+    def draws(seed):
+        module, seen = make_module(seed=seed), []
+        draw = module._draw
+        module._draw = lambda batch: seen.append(draw(batch)) or seen[-1]
+        make_trainer(max_steps=6).fit(module, datamodule=make_data())
+        return [(d.budget, d.cuts.tolist()) for d in seen]
+
+    first = draws(0)
+    assert first == draws(0)
+    assert first != draws(1)
+    assert {budget for budget, _ in first} == {Budget(share=0.3), Budget(share=0.4)}
+    assert len({cut for _, cuts in first for cut in cuts}) > 6
+
+
+def test_documents_too_short_for_the_budget_are_refused_before_the_backbone_loads(make_module, make_data, make_trainer):
+    module = make_module(backbone="nowhere/at-all", budgets=(0.22,))
+    with pytest.raises(DataError, match=r"budget of 0\.22 needs documents of at least \d+ tokens.*data\.min_length is 260"):
+        make_trainer(max_steps=1).fit(module, datamodule=make_data())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"budgets": ()}, BudgetError, "model.budgets is empty"),
+        ({"budgets": (0.1, 1.0)}, BudgetError, "model.budgets holds 1.0"),
+        ({"val_budget": 0.0}, BudgetError, "model.val_budget holds 0.0"),
+        ({"query_window": 0}, ConfigError, "model.query_window must be at least 1"),
+        ({"warmup": 1.0}, ConfigError, "model.warmup is a share"),
+    ],
+)
+def test_impossible_settings_are_refused(make_module, options, error, message):
+    with pytest.raises(error, match=message):
+        make_module(**options)
+
+
+def test_endless_training_is_refused(make_module, make_data, make_trainer):
+    with pytest.raises(ConfigError, match="set trainer.max_steps"):
+        make_trainer(max_epochs=-1).fit(make_module(), datamodule=make_data())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"segmentation": "fixed"},
+        {"anchors": False},
+        {"summary_weights": "uniform"},
+        {"threshold": "global"},
+        {"share_group": False},
+        {"rope": "post"},
+    ],
+)
+def test_every_ablation_trains(change, make_module, make_data, make_trainer):
+    config = SeKVConfig(routing_dim=8, max_rank=4, gate_hidden=8, max_span=16, **change)
+    make_trainer(max_steps=1).fit(make_module(adapter=config), datamodule=make_data())

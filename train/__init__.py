@@ -1,0 +1,1 @@
+"""The Lightning side: trains adapters for the library in `sekv`."""

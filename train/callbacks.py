@@ -1,0 +1,113 @@
+"""What a person sees of a run: lines where there is no terminal, and a summary at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+_SHARE_OF_ENDS = 0.2  # of the steps, averaged into the summary's first and last loss
+
+
+class ProgressLines(Callback):
+    """One line at every logging step, with rates: for log files, where a progress bar cannot be redrawn.
+
+    Args:
+        console: where lines go.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._since = 0.0
+        self._tokens = self._steps = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Starts the clock."""
+        self._since = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Mapping[str, Tensor], batch_idx: int
+    ) -> None:
+        """Prints when the loggers log."""
+        self._steps += 1
+        self._tokens += int(batch["attention_mask"].sum())
+        if trainer.global_step % trainer.log_every_n_steps:
+            return
+        seconds = max(time.monotonic() - self._since, 1e-9)
+        figures = trainer.callback_metrics
+        shown = ("loss", "logits", "attention", "zoom", "expansion", "rank")
+        values = "  ".join(f"{n} {figures[f'train/{n}']:.3g}" for n in shown if f"train/{n}" in figures)
+        rates = f"{seconds / self._steps:.2f} s/step  {self._tokens / seconds:,.0f} tokens/s"
+        left = (int(trainer.estimated_stepping_batches) - trainer.global_step) * seconds / self._steps / 60
+        self.console.print(
+            f"step {trainer.global_step}/{trainer.estimated_stepping_batches}  {values}  {rates}  {left:.1f} min left",
+            highlight=False,
+            soft_wrap=True,
+        )
+        self._since, self._tokens, self._steps = time.monotonic(), 0, 0
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints held-out figures; the time they took does not count as training."""
+        if not trainer.sanity_checking:
+            figures = {n.removeprefix("val/"): v for n, v in trainer.callback_metrics.items() if n.startswith("val/")}
+            values = "  ".join(f"{name} {value:.3g}" for name, value in figures.items())
+            self.console.print(f"held out after step {trainer.global_step}  {values}", highlight=False, soft_wrap=True)
+        self._since, self._tokens, self._steps = time.monotonic(), 0, 0
+
+
+class RunSummary(Callback):
+    """Collects the curves of a run and prints what came of it.
+
+    Args:
+        console: where the table goes.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self.loss: list[float] = []
+        self.held_out: list[dict[str, float]] = []
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Mapping[str, Tensor], batch_idx: int
+    ) -> None:
+        """Keeps the loss."""
+        self.loss.append(float(trainer.callback_metrics["train/loss"]))
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps the held-out figures."""
+        if not trainer.sanity_checking:
+            figures = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("val/")}
+            self.held_out.append(figures)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Prints the table."""
+        self.console.print(self.table())
+
+    def table(self) -> Table:
+        """First and last figures, and on held-out text the share of the teacher's span mass each router covers at equal rows."""
+        table = Table("", "first", "last", title="Training summary", title_justify="left")
+        if self.loss:
+            n = max(1, round(_SHARE_OF_ENDS * len(self.loss)))
+            first, last = sum(self.loss[:n]) / n, sum(self.loss[-n:]) / n
+            table.add_row(f"training loss (mean of {n} steps)", f"{first:.3f}", f"{last:.3f}")
+        if self.held_out:
+            before, after = self.held_out[0], self.held_out[-1]
+            labels = {
+                "val/loss": ("held-out loss", "{:.3f}"),
+                "val/logits": ("held-out KL to the full cache, nats per token", "{:.3f}"),
+                "val/expansion": ("share of spans zoomed into", "{:.1%}"),
+                "val/rank": ("effective rank of a span", "{:.1f}"),
+                "val/rows": ("rows attended", "{:.0f}"),
+                "val/recall_learned": ("teacher's span mass covered by the learned router", "{:.1%}"),
+                "val/recall_mean": ("  by the untrained inner product, same rows", "{:.1%}"),
+                "val/recall_oracle": ("  by the teacher's own order, same rows", "{:.1%}"),
+            }
+            for name, (label, form) in labels.items():
+                if name in after:
+                    table.add_row(label, form.format(before[name]), form.format(after[name]))
+        return table

@@ -1,0 +1,260 @@
+"""`sekv train`: one YAML, overrides on the command line, and everything a run leaves behind in one folder."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from rich.console import Console
+
+from sekv.errors import DataError, SeKVError
+from train.callbacks import ProgressLines, RunSummary
+from train.data import TextDataModule
+from train.module import SeKVModule
+
+_USAGE = "sekv train --config FILE [--config FILE ...] [--KEY VALUE ...]"
+_DESCRIPTION = """\
+Train a SeKV adapter over a frozen backbone.
+
+  sekv train --config configs/smollm2-135m.yaml                            all of it
+  sekv train --config configs/demo.yaml --model.lr 2e-3 --name fast        with changes
+  sekv train --config configs/smollm2-135m.yaml --config configs/ablations/no-anchors.yaml
+  sekv train --config configs/smollm2-135m.yaml --name run --resume last   go on where run stopped
+  sekv train --config configs/smollm2-135m.yaml --data LocalFiles --data.paths "[books/, papers.jsonl]"
+  sekv train --config configs/demo.yaml --print_config                     see every value
+
+A run leaves RUNS/NAME/config.yaml, checkpoints/ (last and best by held-out loss: the adapter, never the backbone), csv/ and
+wandb/ (offline unless you are logged in; WANDB_MODE is respected). Then: sekv export RUNS/NAME/checkpoints/best.ckpt ADAPTER
+"""
+
+
+class _HelpFormatter(jsonargparse.DefaultHelpFormatter):
+    """Keeps the line breaks of the description."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text
+
+
+class _SaveConfig(SaveConfigCallback):
+    """Keeps the whole configuration in the run's folder."""
+
+    def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Writes config.yaml."""
+        folder = Path(trainer.default_root_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.parser.save(self.config, folder / "config.yaml", skip_none=False, overwrite=True)
+
+
+class TrainCLI(LightningCLI):
+    """The command line of training: the module, a data module of choice, and Lightning's trainer."""
+
+    console: Console
+    summary: RunSummary
+
+    def __init__(self, args: ArgsType, console: Console | None = None) -> None:
+        self.console = console or Console()
+        super().__init__(
+            SeKVModule,
+            TextDataModule,
+            subclass_mode_data=True,
+            args=args,
+            run=False,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            save_config_callback=_SaveConfig,
+            save_config_kwargs={"save_to_log_dir": False},
+            trainer_defaults={
+                "max_steps": 3000,
+                "log_every_n_steps": 10,
+                "val_check_interval": 250,
+                "check_val_every_n_epoch": None,
+                "num_sanity_val_steps": 1,
+                "gradient_clip_val": 1.0,
+                "enable_model_summary": False,
+                "use_distributed_sampler": False,
+            },
+            parser_kwargs={
+                "prog": "sekv train",
+                "usage": _USAGE,
+                "description": _DESCRIPTION,
+                "formatter_class": _HelpFormatter,
+                "exit_on_error": False,
+            },
+        )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Module and data first: in the help they come before the trainer's many options."""
+        parser.add_lightning_class_args(SeKVModule, "model")
+        parser.add_lightning_class_args(TextDataModule, "data", subclass_mode=True)
+        parser.add_lightning_class_args(Trainer, "trainer")
+        parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Where a run lives, and one seed for everything."""
+        parser.add_argument("--runs", type=str, default="runs", help="Folder of all runs.")
+        parser.add_argument(
+            "--name", type=str | None, default=None, help="Name of the run's folder; backbone and time when not given."
+        )
+        parser.add_argument("--resume", type=str | None, default=None, help="A checkpoint to go on from, or 'last'.")
+        parser.add_argument("--overwrite", type=bool, default=False, help="Let the run replace an earlier one of its name.")
+        parser.add_argument("--save_every", type=int, default=100, help="Steps between saves of the last checkpoint.")
+        parser.link_arguments("seed_everything", "model.seed", compute_fn=int)
+        parser.link_arguments("seed_everything", "data.init_args.seed", compute_fn=int)
+        parser.set_defaults({"data": {"class_path": "train.data.BuiltinCorpus"}})
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parses; Lightning would warn that arguments come from the caller, which is how `sekv` works."""
+        self.config = parser.parse_args(args)
+
+    def before_instantiate_classes(self) -> None:
+        """Fixes the run's folder, before anything is loaded.
+
+        Raises:
+            DataError: the name is taken, or there is nothing to resume from.
+        """
+        config = self.config
+        name = config.name or f"{Path(config.model.backbone).name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.run_dir = Path(config.runs) / name
+        self.checkpoint_dir = self.run_dir / "checkpoints"
+        self.resume_from: Path | None = None
+        if config.resume is not None:
+            last = config.resume == "last"
+            self.resume_from = self.checkpoint_dir / "last.ckpt" if last else Path(config.resume)
+            if not self.resume_from.is_file():
+                hint = "; give --name of the run to go on with" if last else ""
+                raise DataError(f"there is no checkpoint {self.resume_from} to resume from{hint}")
+        elif not config.overwrite and self.checkpoint_dir.is_dir() and any(self.checkpoint_dir.iterdir()):
+            raise DataError(
+                f"{self.run_dir} holds an earlier run; give another --name, --resume last to go on with it, or --overwrite true"
+            )
+
+    def instantiate_classes(self) -> None:
+        """Instantiates; a mistake that our own classes explain is not buried in jsonargparse's report.
+
+        Raises:
+            SeKVError: a value is out of range, or a file is missing.
+        """
+        try:
+            super().instantiate_classes()
+        except ValueError as error:
+            if isinstance(error.__cause__, SeKVError):
+                raise error.__cause__ from None
+            raise
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """A trainer that writes into the run's folder."""
+        options = self.config_init.trainer
+        self.summary = RunSummary(self.console)
+        self.loggers = run_loggers(self.run_dir) if options.logger in (None, True) else []
+        kwargs.update(
+            default_root_dir=str(self.run_dir),
+            logger=self.loggers or options.logger,
+            enable_progress_bar=self.console.is_terminal and options.enable_progress_bar is not False,
+            callbacks=[*(options.callbacks or []), *self._callbacks(logging=bool(self.loggers or options.logger))],
+        )
+        return super().instantiate_trainer(**kwargs)
+
+    def _callbacks(self, logging: bool) -> list[Callback]:
+        keep: dict[str, Any] = {"dirpath": self.checkpoint_dir, "save_top_k": 1, "enable_version_counter": False}
+        bar = RichProgressBar(leave=True) if self.console.is_terminal else ProgressLines(self.console)
+        callbacks: list[Callback] = [
+            bar,
+            self.summary,
+            ModelCheckpoint(filename="last", every_n_train_steps=self.config.save_every, **keep),
+        ]
+        if self.datamodule.val_sequences:
+            callbacks.append(ModelCheckpoint(filename="best", monitor="val/loss", save_on_train_epoch_end=False, **keep))
+        if logging:
+            callbacks.append(LearningRateMonitor("step"))
+        return callbacks
+
+    def fit(self) -> Path:
+        """Trains.
+
+        Returns:
+            The checkpoint to export: the best one, or the last where nothing was held out.
+        """
+        self.trainer.fit(
+            self.model, datamodule=self.datamodule, ckpt_path=str(self.resume_from) if self.resume_from else None
+        )
+        last, best = self.checkpoint_dir / "last.ckpt", self.checkpoint_dir / "best.ckpt"
+        self.trainer.save_checkpoint(last)
+        return best if best.is_file() else last
+
+
+def run_loggers(run_dir: Path) -> list[Logger]:
+    """CSV always; wandb too unless WANDB_MODE=disabled: offline without an account, never asking, never waiting."""
+    loggers: list[Logger] = [CSVLogger(run_dir, name="csv")]
+    mode = os.environ.get("WANDB_MODE", "")
+    if mode == "disabled":
+        return loggers
+    offline = mode in ("offline", "dryrun") or (mode != "online" and not _logged_in_to_wandb())
+    import wandb
+
+    settings = wandb.Settings(silent=offline, console="off")
+    loggers.append(WandbLogger(name=run_dir.name, save_dir=run_dir, project="sekv", offline=offline, settings=settings))
+    return loggers
+
+
+def _logged_in_to_wandb() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import requests.utils
+
+    return requests.utils.get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `sekv train`.
+
+    Args:
+        argv: arguments behind `sekv train`; the process's own when None.
+
+    Returns:
+        0 on success, 2 for a mistake that one line explains.
+    """
+    console = Console()
+    errors = Console(stderr=True)
+    # Lightning warns about choices that are deliberate here: few data workers and a short logging interval.
+    warnings.filterwarnings("ignore", module=r"lightning\.")
+    cli: TrainCLI | None = None
+    try:
+        cli = TrainCLI(list(sys.argv[1:] if argv is None else argv), console)
+        checkpoint = cli.fit()
+    except SystemExit as stop:  # --help and --print_config
+        return stop.code if isinstance(stop.code, int) else 1
+    except (SeKVError, jsonargparse.ArgumentError, MisconfigurationException) as error:
+        errors.print(f"sekv train: error: {_one_line(error)}", markup=False, highlight=False, soft_wrap=True)
+        return 2
+    finally:
+        if cli is not None:
+            _finish_wandb(cli)
+    console.print(f"Adapter trained: {checkpoint}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"Next: sekv export {checkpoint} {cli.run_dir / 'adapter'}", markup=False, highlight=False, soft_wrap=True)
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    """The message on one line, without jsonargparse's report on the alternatives of an optional class."""
+    text = " ".join(str(error).split())
+    text = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: - ", "", text)
+    return text.split(" - Expected a <class 'NoneType'>")[0]
+
+
+def _finish_wandb(cli: TrainCLI) -> None:
+    for logger in cli.loggers:
+        if isinstance(logger, WandbLogger):
+            logger.experiment.finish()

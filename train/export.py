@@ -1,0 +1,79 @@
+"""From a training checkpoint to an adapter folder that the library loads."""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sekv.adapter import SeKVAdapter, SeKVConfig
+from sekv.backbone import Geometry
+from sekv.errors import AdapterError
+from train.module import ADAPTER_KEY
+
+_PREFIX = "adapter."
+
+
+def export_checkpoint(checkpoint: str | Path, directory: str | Path) -> Path:
+    """Writes adapter_config.json and adapter_model.safetensors; neither the backbone nor a network is needed.
+
+    Args:
+        checkpoint: a file written by `sekv train`; nothing in it is executed.
+        directory: created when missing.
+
+    Returns:
+        The directory.
+
+    Raises:
+        AdapterError: the checkpoint is missing, corrupt, or was written by something else.
+    """
+    path = Path(checkpoint)
+    adapter, content = read_checkpoint(path)
+    facts = {
+        "steps": content["global_step"],
+        "backbone": content["hyper_parameters"]["backbone"],
+        "hyper_parameters": content["hyper_parameters"],
+        "metrics": content[ADAPTER_KEY]["metrics"],
+    }
+    return adapter.save_pretrained(directory, extra=facts)
+
+
+def read_checkpoint(path: Path) -> tuple[SeKVAdapter, dict[str, Any]]:
+    """The adapter of a training checkpoint, and all of its content.
+
+    Raises:
+        AdapterError: the checkpoint is missing, corrupt, or was written by something else.
+    """
+    content = _load(path)
+    missing = [key for key in (ADAPTER_KEY, "state_dict", "global_step", "hyper_parameters") if key not in content]
+    if missing:
+        raise AdapterError(f"{path} lacks {', '.join(missing)}: it was not written by `sekv train`")
+    facts = content[ADAPTER_KEY]
+    try:
+        geometry = Geometry(**{**facts["geometry"], "compressible": tuple(facts["geometry"]["compressible"])})
+        adapter = SeKVAdapter(geometry, SeKVConfig(**facts["config"]), facts["fingerprint"])
+        adapter.backbone_parameters = facts["backbone_parameters"]
+        adapter.load_state_dict({name.removeprefix(_PREFIX): t for name, t in content["state_dict"].items()})
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise AdapterError(f"{path} does not hold a complete adapter of this version of sekv: {error}") from None
+    broken = [name for name, parameter in adapter.named_parameters() if not bool(parameter.isfinite().all())]
+    if broken:
+        raise AdapterError(f"{path} holds values that are not finite in {', '.join(broken)}; export an earlier checkpoint")
+    return adapter, content
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    if not path.is_file():
+        raise AdapterError(f"{path} does not exist; `sekv train` writes checkpoints under runs/NAME/checkpoints")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError, zipfile.BadZipFile, UnicodeDecodeError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise AdapterError(f"{path} is corrupt, truncated, or not a checkpoint ({reason})") from None
+    if not isinstance(content, Mapping):
+        raise AdapterError(f"{path} holds {type(content).__name__} instead of a checkpoint")
+    return content

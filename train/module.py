@@ -1,0 +1,279 @@
+"""The Lightning module: a frozen backbone, an adapter that learns, and the losses between them (method section 1.6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import get_cosine_schedule_with_warmup
+
+from sekv.adapter import SeKVAdapter, SeKVConfig
+from sekv.backbone import DEFAULT_BACKBONE, Backbone, compare_fingerprints, load_backbone
+from sekv.budget import Budget
+from sekv.errors import AdapterError, BudgetError, DataError
+from sekv.segmentation import SegmentationConfig
+from train import losses
+from train.errors import ConfigError, DivergenceError
+from train.losses import LossConfig
+from train.objective import MiningConfig, Outcome, evaluate_batch
+from train.windows import cut_documents, draw_cuts, smallest_context
+
+ADAPTER_KEY = "sekv"  # where a checkpoint keeps what an export needs besides the weights
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The random choices of one step.
+
+    Attributes:
+        budget: rows for the contexts.
+        cuts: context tokens of each document [B].
+    """
+
+    budget: Budget
+    cuts: Tensor
+
+
+class SeKVModule(LightningModule):
+    """Trains a SeKV adapter over a frozen backbone. A checkpoint holds the adapter, never the backbone.
+
+    Args:
+        backbone: `smollm2-135m` (the embedded default), a folder, or a Hub id.
+        dtype: float32, bfloat16, float16 or auto, for the backbone; the adapter is float32.
+        adapter: what is trained; every ablation is a value here.
+        losses: weights and constants of the four losses.
+        mining: which window queries the losses look at.
+        budgets: shares of the context, one drawn at every step.
+        val_budget: share of the context used in validation.
+        query_window: tokens behind the context that query the memory, Q.
+        lr: peak learning rate of AdamW.
+        weight_decay: of AdamW.
+        warmup: share of the steps with a rising learning rate; a cosine follows.
+        seed: of cut points and budgets.
+    """
+
+    adapter: SeKVAdapter
+
+    def __init__(
+        self,
+        backbone: str = DEFAULT_BACKBONE,
+        dtype: str = "auto",
+        adapter: SeKVConfig = SeKVConfig(),
+        losses: LossConfig = LossConfig(),
+        mining: MiningConfig = MiningConfig(),
+        budgets: tuple[float, ...] = (0.05, 0.1, 0.2),
+        val_budget: float = 0.1,
+        query_window: int = 128,
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        warmup: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        # A checkpoint keeps plain values only, so on reloading the groups arrive as dictionaries.
+        self.adapter_config = _group(SeKVConfig, adapter)
+        self.loss_config = _group(LossConfig, losses)
+        self.mining = _group(MiningConfig, mining)
+        self.save_hyperparameters(
+            {
+                "backbone": backbone,
+                "dtype": dtype,
+                "adapter": asdict(self.adapter_config),
+                "losses": asdict(self.loss_config),
+                "mining": asdict(self.mining),
+                "budgets": list(budgets),
+                "val_budget": val_budget,
+                "query_window": query_window,
+                "lr": lr,
+                "weight_decay": weight_decay,
+                "warmup": warmup,
+                "seed": seed,
+            }
+        )
+        if not budgets:
+            raise BudgetError("model.budgets is empty; give at least one share of the context, such as 0.1")
+        self.budgets = [_share(budget, "model.budgets") for budget in budgets]
+        self.val_budget = _share(val_budget, "model.val_budget")
+        if query_window < 1:
+            raise ConfigError(f"model.query_window must be at least 1 token, got {query_window}")
+        if not 0 <= warmup < 1:
+            raise ConfigError(f"model.warmup is a share of the steps in [0, 1), got {warmup}")
+        self.query_window, self.lr, self.weight_decay, self.warmup, self.seed = query_window, lr, weight_decay, warmup, seed
+        self.backbone: Backbone | None = None  # not a torch module, so it enters neither parameters nor checkpoints
+
+    def setup(self, stage: str) -> None:
+        """Refuses documents too short for the budgets, before any weights load.
+
+        Raises:
+            DataError: names the length that is needed.
+        """
+        least = getattr(getattr(self.trainer, "datamodule", None), "min_length", None)
+        longest = getattr(getattr(self.trainer, "datamodule", None), "length", None)
+        for budget in (*self.budgets, self.val_budget):
+            if least is not None and longest is not None:
+                needed = self._smallest_context(budget, longest) + self.query_window
+                if needed > least:
+                    raise DataError(
+                        f"a budget of {budget} needs documents of at least {needed} tokens ({self.query_window} of them the query "
+                        f"window), but data.min_length is {least}; raise data.min_length or the budget"
+                    )
+
+    def configure_model(self) -> None:
+        """Loads the backbone and makes the adapter, once."""
+        if self.backbone is None:
+            attached = self._trainer is not None
+            device = str(self.trainer.strategy.root_device) if attached else "auto"
+            self.backbone = load_backbone(self.hparams["backbone"], dtype=self.hparams["dtype"], device=device)
+        if not hasattr(self, "adapter"):
+            with torch.random.fork_rng(devices=[]):  # the start depends on the seed, not on what drew numbers before
+                torch.manual_seed(self.seed)
+                self.adapter = SeKVAdapter.create(self.backbone, self.adapter_config)
+
+    def evaluate(self, batch: Mapping[str, Tensor], draw: Draw, recall: bool = False) -> Outcome:
+        """Losses and figures of a batch under given random choices.
+
+        Args:
+            batch: `input_ids` and `attention_mask` [B, N].
+            draw: budget and cuts.
+            recall: measure the routers too.
+        """
+        backbone = cast(Backbone, self.backbone)
+        ids, mask = cut_documents(batch["input_ids"], batch["attention_mask"].bool(), draw.cuts, self.query_window)
+        return evaluate_batch(
+            backbone,
+            self.adapter,
+            ids,
+            mask,
+            window=self.query_window,
+            budget=draw.budget,
+            mining=self.mining,
+            config=self.loss_config,
+            recall=recall,
+        )
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """The mean objective of the batch's documents.
+
+        Raises:
+            DivergenceError: the loss is not finite; the batch is saved for replay.
+        """
+        draw = self._draw(batch)
+        outcome = self.evaluate(batch, draw)
+        anneal = losses.annealing(self.global_step, self._total_steps)
+        loss = losses.total(outcome.losses, self.loss_config, anneal).mean()
+        if not bool(torch.isfinite(loss)):
+            parts = ", ".join(f"{name} {value.mean():.4g}" for name, value in outcome.losses.items())
+            raise DivergenceError(self._report_divergence(f"the loss is not finite ({parts})", batch, draw))
+        size = len(draw.cuts)
+        self.log("train/loss", loss, prog_bar=True, batch_size=size)
+        self.log("train/anneal", anneal, batch_size=size)
+        self.log_dict(_means("train", outcome), batch_size=size)
+        return loss
+
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
+        """Losses, and the recall of each router, with the whole document but its last tokens as context."""
+        lengths = batch["attention_mask"].sum(dim=1)
+        outcome = self.evaluate(batch, Draw(self.val_budget, lengths - self.query_window), recall=True)
+        loss = losses.total(outcome.losses, self.loss_config, anneal=1.0).mean()
+        size = len(lengths)
+        self.log("val/loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
+        self.log_dict(_means("val", outcome), batch_size=size, sync_dist=True)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Stops before a gradient that is not finite spoils the adapter.
+
+        Raises:
+            DivergenceError: names the parameters and the step.
+        """
+        broken = [n for n, p in self.adapter.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        if broken:
+            raise DivergenceError(f"step {self.global_step}: the gradient of {', '.join(broken)} is not finite; lower model.lr")
+
+    def configure_optimizers(self) -> dict[str, Any]:
+        """AdamW with a linear warm-up and a cosine to zero over all steps."""
+        optimizer = torch.optim.AdamW(self.adapter.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        steps = self._total_steps
+        schedule = get_cosine_schedule_with_warmup(optimizer, round(self.warmup * steps), steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Adds what an export needs without the backbone: plain values only."""
+        backbone = cast(Backbone, self.backbone)
+        geometry = asdict(backbone.geometry)
+        checkpoint[ADAPTER_KEY] = {
+            "config": asdict(self.adapter_config),
+            "geometry": {**geometry, "compressible": list(geometry["compressible"])},
+            "fingerprint": self.adapter.fingerprint,
+            "backbone_parameters": self.adapter.backbone_parameters,
+            "metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses to continue over another backbone.
+
+        Raises:
+            AdapterError: names the differences.
+        """
+        saved = checkpoint.get(ADAPTER_KEY)
+        if saved is None:
+            raise AdapterError(f"the checkpoint has no part '{ADAPTER_KEY}': it was not written by this trainer")
+        backbone = cast(Backbone, self.backbone)
+        differences = compare_fingerprints(saved["fingerprint"], backbone.fingerprint())
+        if differences:
+            raise AdapterError(
+                f"the checkpoint was trained over another backbone than {backbone.name}: {'; '.join(differences)}"
+            )
+
+    @property
+    def _total_steps(self) -> int:
+        steps = self.trainer.estimated_stepping_batches
+        if steps == float("inf"):
+            raise ConfigError("the length of training is unknown; set trainer.max_steps")
+        return int(steps)
+
+    def _draw(self, batch: Mapping[str, Tensor]) -> Draw:
+        """Budget and cut points of a step.
+
+        They depend on the seed and the count of batches only, so a resumed run draws what an uninterrupted one would; and the
+        documents of all ranks are drawn for together, so that splitting a batch over ranks changes nothing.
+        """
+        lengths = batch["attention_mask"].sum(dim=1)
+        count, rank, world = len(lengths), self.global_rank, self.trainer.world_size
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.trainer.fit_loop.epoch_loop.total_batch_idx)
+        budget = self.budgets[int(torch.randint(len(self.budgets), (), generator=generator))]
+        position = torch.rand(count * world, generator=generator)[rank::world]
+        limit = cast(Backbone, self.backbone).geometry.max_positions
+        return Draw(budget, draw_cuts(lengths, position, self.query_window, self._smallest_context(budget, limit)))
+
+    def _smallest_context(self, budget: Budget, limit: int) -> int:
+        config = self.adapter_config  # the other constants do not change what a budget must hold
+        return smallest_context(budget, SegmentationConfig(min_span=config.min_span, max_span=config.max_span), limit)
+
+    def _report_divergence(self, what: str, batch: Mapping[str, Tensor], draw: Draw) -> str:
+        path = Path(self.trainer.default_root_dir) / f"divergence-step-{self.global_step}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.items()}
+        tensors["cuts"] = draw.cuts.cpu()
+        save_file(tensors, path, metadata={"step": str(self.global_step), "budget": str(draw.budget)})
+        return f"step {self.global_step}: {what}; the batch is in {path}. Lower model.lr, or look at that batch"
+
+
+def _group(kind: type[Any], value: Any) -> Any:
+    return kind(**value) if isinstance(value, Mapping) else value
+
+
+def _share(value: float, name: str) -> Budget:
+    if not 0 < value < 1:
+        raise BudgetError(f"{name} holds {value}; training needs shares of the context in (0, 1)")
+    return Budget(share=value)
+
+
+def _means(prefix: str, outcome: Outcome) -> dict[str, Tensor]:
+    values = {**outcome.losses, **outcome.figures}
+    return {f"{prefix}/{name}": value.detach().mean() for name, value in values.items()}

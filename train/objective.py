@@ -1,0 +1,229 @@
+"""One training step's computation: teacher, student and losses for a batch of documents (method section 1.6)."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sekv.adapter import SeKVAdapter
+from sekv.backbone import Backbone
+from sekv.budget import Budget
+from sekv.cache import CompressedCache
+from sekv.errors import BackboneError
+from sekv.policies.sekv import training_cache
+from sekv.prefill import Prefill, prefill
+from sekv.stores.spans import DifferentiableSpanStore, LayerTrace
+from train import losses, teacher
+from train.errors import ConfigError
+from train.losses import LossConfig
+from train.recall import router_recall, take_queries
+
+_SINKS = 4  # first tokens whose attention says nothing about a long-range need
+
+
+@dataclass(frozen=True)
+class MiningConfig:
+    """Which window queries the losses look at.
+
+    Attributes:
+        queries: mined queries per document.
+        distance: tokens before a query that count as near.
+        layer_stride: every how many layers the teacher's attention is looked at to rank the queries.
+    """
+
+    queries: int = 64
+    distance: int = 512
+    layer_stride: int = 4
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise ConfigError(f"mining constant '{name}' must be at least 1, got {value}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Losses and figures of a batch.
+
+    Attributes:
+        losses: `logits`, `attention`, `zoom`, `recon`, `budget`, each per document [B].
+        figures: what to watch, each per document [B], without gradient.
+    """
+
+    losses: dict[str, Tensor]
+    figures: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Student:
+    """The forward pass over the memory.
+
+    Attributes:
+        hidden: final hidden states of the window [B, Q, D], with a gradient to the adapter.
+        cache: the memory.
+        traces: per compressible layer, what it decided and attended to.
+    """
+
+    hidden: Tensor
+    cache: CompressedCache
+    traces: list[LayerTrace]
+
+
+def read_document(backbone: Backbone, input_ids: Tensor, mask: Tensor, window: int) -> Prefill:
+    """The one pass without gradient that serves the teacher and builds the student's memory.
+
+    Raises:
+        BackboneError: some layers keep a cache of their own, which already holds the window and cannot be cut back.
+    """
+    if len(backbone.geometry.compressible) < backbone.geometry.num_layers:
+        raise BackboneError(
+            f"{backbone.name} has layers with sliding-window or linear attention; training needs full attention in every layer"
+        )
+    return prefill(backbone, input_ids, mask, surprisal=True, window=window)
+
+
+def run_student(document: Prefill, adapter: SeKVAdapter, budget: Budget, window: int) -> Student:
+    """Compresses the context and reads the window over it: every query sees the memory and, causally, the window.
+
+    Args:
+        document: context and window, windows aligned in the last columns.
+        adapter: being trained.
+        budget: rows for the context.
+        window: query tokens Q.
+
+    Returns:
+        The student's hidden states and decisions.
+
+    Raises:
+        BudgetError: the budget does not fit the context.
+    """
+    backbone, n_context = document.backbone, document.n_tokens - window
+    cache = training_cache(document.narrow(n_context), adapter, budget)
+    hidden = backbone.hidden_states(
+        document.input_ids[:, n_context:],
+        attention_mask=None if bool(document.mask.all()) else document.mask.long(),
+        position_ids=document.positions[:, n_context:],
+        cache=cache,
+    )
+    traces = [s.trace for s in cache.stores if isinstance(s, DifferentiableSpanStore) and s.trace is not None]
+    return Student(hidden, cache, traces)
+
+
+def evaluate_batch(
+    backbone: Backbone,
+    adapter: SeKVAdapter,
+    input_ids: Tensor,
+    mask: Tensor,
+    *,
+    window: int,
+    budget: Budget,
+    mining: MiningConfig,
+    config: LossConfig,
+    recall: bool = False,
+) -> Outcome:
+    """Losses and figures of a batch of documents.
+
+    Args:
+        backbone: frozen.
+        adapter: being trained.
+        input_ids: context and window [B, C + Q], padded on the left.
+        mask: True for real tokens [B, C + Q].
+        window: query tokens Q.
+        budget: rows for the contexts.
+        mining: which queries count.
+        config: constants of the losses.
+        recall: measure the routers too.
+
+    Returns:
+        One value per document and loss, so that the batch is worth the mean of its documents.
+
+    Raises:
+        BudgetError: the budget does not fit a context.
+    """
+    document = read_document(backbone, input_ids, mask, window)
+    student = run_student(document, adapter, budget, window)
+    with torch.no_grad():
+        mined = _mine(document, student.traces[0].scaling, window, mining)
+    parts: dict[str, list[Tensor]] = defaultdict(list)
+    for layer, trace in zip(backbone.geometry.compressible, student.traces, strict=True):
+        for name, value in _layer_terms(document, layer, trace, mined, window, config, recall).items():
+            parts[name].append(value)
+    terms = {name: torch.stack(values).mean(dim=0) for name, values in parts.items()}
+    terms["logits"] = _logit_loss(document, student, mined)
+    terms["rows"] = torch.full_like(terms["logits"], student.cache.mean_rows)
+    names = ("logits", "attention", "zoom", "recon", "budget")
+    return Outcome(
+        losses={name: terms[name] for name in names},
+        figures={name: value.detach() for name, value in terms.items() if name not in names},
+    )
+
+
+def _mine(document: Prefill, scaling: float, window: int, mining: MiningConfig) -> Tensor:
+    layers = document.backbone.geometry.compressible[:: mining.layer_stride]
+    return teacher.mine(
+        [_queries(document, layer) for layer in layers],
+        [document.key_value(layer)[0] for layer in layers],
+        document.mask,
+        scaling,
+        count=min(mining.queries, window),
+        distance=mining.distance,
+        sinks=_SINKS,
+    )
+
+
+def _queries(document: Prefill, layer: int) -> Tensor:
+    queries = document.queries[layer]
+    assert queries is not None  # every layer is compressible and records its window
+    return queries
+
+
+def _layer_terms(
+    document: Prefill, layer: int, trace: LayerTrace, mined: Tensor, window: int, config: LossConfig, recall: bool
+) -> dict[str, Tensor]:
+    """Losses and figures of one layer, each [B]."""
+    n_exact, mask = trace.exact_index.shape[1], trace.span_mask
+    with torch.no_grad():
+        mass = _teacher_mass(document, layer, trace, mined, window)  # [B, H, M, E + S + 1]
+        span_mass = mass[..., n_exact:-1]
+        labels = losses.zoom_labels(span_mass, config.coverage)
+        measured = router_recall(trace, span_mass, mined, trace.scaling) if recall else {}
+    student = torch.cat([trace.exact_mass, trace.span_mass, trace.window_mass[..., None]], dim=-1)
+    pairs = ((trace.sigma_key, trace.gate_key), (trace.sigma_value, trace.gate_value))
+    rows = losses.expected_rows(trace.expand_soft, trace.span_length, mask)
+    rank = sum(losses.expected_rank(sigma, gate, mask) for sigma, gate in pairs) / 2
+    expanded = losses.masked_mean(trace.expand.detach(), mask[:, None, None])
+    return {
+        "attention": losses.distill_attention(mass, take_queries(student, mined)),
+        "zoom": losses.zoom(take_queries(trace.alpha_logit, mined), labels, mask, config.positive),
+        "recon": sum(losses.recon(sigma, gate, mask) for sigma, gate in pairs) / 2,
+        "budget": rows + config.rank * rank,
+        "expansion": expanded,
+        "rank": sum(losses.effective_rank(sigma, gate, mask) for sigma, gate in pairs) / 2,
+        **{f"recall_{name}": value for name, value in measured.items()},
+    }
+
+
+def _teacher_mass(document: Prefill, layer: int, trace: LayerTrace, mined: Tensor, window: int) -> Tensor:
+    n_context = document.n_tokens - window
+    attention = teacher.attention_rows(
+        take_queries(_queries(document, layer), mined),
+        document.key_value(layer)[0],
+        n_context + mined,
+        document.mask,
+        trace.scaling,
+    )
+    row = teacher.row_of_token(
+        trace.exact_index, trace.exact_mask, trace.span_start, trace.span_length, trace.span_mask, n_context
+    )
+    return teacher.row_mass(attention, row, trace.exact_index.shape[1] + trace.span_length.shape[1])
+
+
+def _logit_loss(document: Prefill, student: Student, mined: Tensor) -> Tensor:
+    assert document.hidden is not None
+    index = mined[..., None].expand(-1, -1, student.hidden.shape[-1])
+    with torch.no_grad():
+        target = document.backbone.logits(document.hidden.gather(1, index))
+    return losses.distill_logits(target, document.backbone.logits(student.hidden.gather(1, index)))
