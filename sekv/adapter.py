@@ -194,7 +194,9 @@ class SeKVAdapter(nn.Module):
         try:
             i = self.layers.index(layer)
         except ValueError:
-            raise AdapterError(f"the adapter has no router for layer {layer}; it has layers {list(self.layers)}") from None
+            raise AdapterError(
+                f"the adapter has no router for layer {layer}; it has layers {list(self.layers)}"
+            ) from None
         threshold = self.threshold_logit.expand(len(self.layers), self.bias.shape[1])[i]
         return LayerRouter(
             projection=self.projection[i],
@@ -259,8 +261,8 @@ class SeKVAdapter(nn.Module):
             The adapter in evaluation mode.
 
         Raises:
-            AdapterError: a file is missing or corrupt, tensors are missing, unexpected or misshapen, or the backbone is not
-                the one the adapter was trained for.
+            AdapterError: a file is missing or corrupt, tensors are missing, unexpected or misshapen, or the
+                backbone is not the one the adapter was trained for.
         """
         folder = Path(directory)
         payload = read_adapter_config(folder)

@@ -19,7 +19,7 @@ class RowSet:
         value: [B, K, R, d].
         bias: added to the logits, float32, broadcastable to [B, K, G, Q, R]; log|S| for summaries.
         visible: rows a query may see, bool, broadcastable to [B, K, G, Q, R]; None shows all.
-        gate: weights in [0, 1] on the rows' exponentials, float32, broadcastable to [B, K, G, Q, R]. A hard 0/1 gate with a
+        gate: weights in [0, 1] on the rows' exponentials, float32, broadcastable to [B, K, G, Q, R]. A hard gate with a
             straight-through gradient trains the decision; it equals `visible` in the forward pass.
     """
 
@@ -64,7 +64,7 @@ def mixed_attention(query: Tensor, row_sets: list[RowSet], scaling: float) -> tu
 
 
 def _logits(grouped: Tensor, rows: RowSet, shape: tuple[int, ...], scaling: float) -> Tensor:
-    logits = (grouped @ rows.key.mT).float().reshape(shape[:-1] + (rows.key.shape[2],)) * scaling
+    logits = (grouped @ rows.key.mT).float().reshape((*shape[:-1], rows.key.shape[2])) * scaling
     if rows.bias is not None:
         logits = logits + rows.bias
     if rows.visible is not None:

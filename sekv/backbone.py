@@ -267,6 +267,10 @@ class Backbone:
             "weight_sketch": {str(layer): _sketch(self._key_projection(layer), self.geometry) for layer in ends},
         }
 
+    def attention_scaling(self, layer: int) -> float:
+        """The factor on q.k in a layer's attention."""
+        return float(getattr(self._attention(layer), "scaling", self.geometry.head_dim**-0.5))
+
     def _attention(self, layer: int) -> nn.Module:
         block = self._decoder.get_submodule("layers")[layer]  # type: ignore[index]
         for name in ("self_attn", "attention", "attn"):

@@ -12,7 +12,8 @@ from sekv.errors import BudgetError
 class Budget:
     """Rows of the compressed context that a query may attend to, averaged over a layer's KV heads.
 
-    Sinks, anchors, short spans, tail, summaries and zoomed rows all count; the question and the generated tokens do not.
+    Sinks, anchors, short spans, tail, summaries and zoomed rows all count; the question and the generated tokens do
+    not.
 
     Attributes:
         share: fraction of the context's tokens in (0, 1], or None when `rows` is given.

@@ -155,8 +155,8 @@ class StoreLayer(CacheLayerMixin):
         """Appends new tokens [B, K, n, d] to the tail."""
         if key_states.shape[0] != self.store.lengths.shape[0]:
             raise ValueError(
-                f"the compressed memory holds {self.store.lengths.shape[0]} contexts but {key_states.shape[0]} sequences "
-                "were given; compress one context per sequence (beams and several return sequences included)"
+                f"the compressed memory holds {self.store.lengths.shape[0]} contexts but {key_states.shape[0]} "
+                "sequences were given; compress one context per sequence (beams and several return sequences included)"
             )
         self.store.append(key_states, value_states)
         return _attach(key_states, self), value_states
@@ -183,14 +183,16 @@ class StoreLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refused: stores hold one context per sequence and do not move between beams."""
-        raise NotImplementedError("beam search over a compressed memory is not supported; use greedy decoding or sampling")
+        raise NotImplementedError(
+            "beam search over a compressed memory is not supported; use greedy decoding or sampling"
+        )
 
 
 class CompressedCache(Cache):
     """A transformers cache over a compressed context: pass it to `model.generate(..., cache=...)` with the full prompt.
 
     Args:
-        layers: one per backbone layer; `StoreLayer` where the context was compressed, the backbone's own kind elsewhere.
+        layers: one per backbone layer; `StoreLayer` where the context was compressed, its own kind elsewhere.
         n_context: padded length of the context in tokens.
     """
 
@@ -206,8 +208,8 @@ class CompressedCache(Cache):
     def fork(self) -> CompressedCache:
         """A cache for another question about the same context: memory shared and never written, tail empty.
 
-        The original must not have been decoded into when the backbone has layers of its own kind (sliding window, linear
-        attention), because those hold the decoded tokens themselves.
+        The original must not have been decoded into when the backbone has layers of its own kind (sliding window,
+        linear attention), because those hold the decoded tokens themselves.
         """
         layers: list[Any] = [
             StoreLayer(layer.store.fork(), layer.n_context) if isinstance(layer, StoreLayer) else copy.deepcopy(layer)

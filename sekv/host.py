@@ -23,7 +23,7 @@ class Fetched:
     """Spans brought from the host.
 
     Attributes:
-        rows: rebuilt rows [M, L, d] on the compute tier, in the stored dtype; rows beyond a span's length are undefined.
+        rows: rebuilt rows [M, L, d] on the compute tier, in the stored dtype; undefined beyond a span's length.
         raw: True for spans whose rows were stored as they are [M].
         moved_bytes: bytes that crossed from the host.
     """
@@ -36,8 +36,8 @@ class Fetched:
 class FactorBank:
     """Bases of all spans of one layer's keys (or values): factors where they are smaller, raw rows where they are not.
 
-    Factors of rank r cost r (|S| + d) numbers against |S| d raw ones, so short spans stay raw. Everything is flat: no span
-    pays for a longer one. Entries are numbered (batch, KV head, span), row-major.
+    Factors of rank r cost r (|S| + d) numbers against |S| d raw ones, so short spans stay raw. Everything is flat: no
+    span pays for a longer one. Entries are numbered (batch, KV head, span), row-major.
 
     Args:
         raw: the spans' rows [B, K, S, L, d], zero beyond a span's length.
@@ -50,7 +50,14 @@ class FactorBank:
     """
 
     def __init__(
-        self, raw: Tensor, left: Tensor, sigma: Tensor, right: Tensor, gates: Tensor, length: Tensor, keep_raw: bool = True
+        self,
+        raw: Tensor,
+        left: Tensor,
+        sigma: Tensor,
+        right: Tensor,
+        gates: Tensor,
+        length: Tensor,
+        keep_raw: bool = True,
     ) -> None:
         kv_heads, dim, dtype = raw.shape[1], raw.shape[-1], raw.dtype
         length = length[:, None].expand(-1, kv_heads, -1)  # [B, K, S]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from einops import einsum
 from torch import Tensor
 
 from sekv.adapter import RankGate
@@ -107,11 +108,8 @@ def build_memory(
         The memory; only the gates carry a gradient.
     """
     with torch.no_grad():
-        raw_key, raw_value = (_gather_spans(x, tokens) for x in (key, value))
-        share = _summary_shares(weights, tokens)
-        summary_key, summary_value = (
-            torch.einsum("bsl,bksld->bksd", share, x.float()).to(key.dtype) for x in (raw_key, raw_value)
-        )
+        raw_key, raw_value = (span_rows(x, tokens) for x in (key, value))
+        summary_key, summary_value = (summarise(x, tokens, weights) for x in (raw_key, raw_value))
         to_factor = raw_key.float()
         if rope is not None:
             to_factor = unrotate(to_factor, *span_rope(rope, tokens))
@@ -121,12 +119,25 @@ def build_memory(
         key_gate, value_gate = torch.ones_like(key_basis[1]), torch.ones_like(value_basis[1])
     else:
         key_gate, value_gate = gate(key_basis[1], summary_key), gate(value_basis[1], summary_key)
-    return SpanMemory(
-        summary_key, summary_value, raw_key, raw_value, key_basis, value_basis, key_gate, value_gate
-    )
+    return SpanMemory(summary_key, summary_value, raw_key, raw_value, key_basis, value_basis, key_gate, value_gate)
 
 
-def _gather_spans(x: Tensor, tokens: SpanTokens) -> Tensor:
+def summarise(rows: Tensor, tokens: SpanTokens, weights: Tensor) -> Tensor:
+    """Weighted mean of each span's rows, summed in float32.
+
+    Args:
+        rows: rows of the spans [B, K, S, L, d], from `span_rows`.
+        tokens: where the spans' tokens are.
+        weights: weight of each context token, not negative [B, N].
+
+    Returns:
+        [B, K, S, d] in the dtype of `rows`.
+    """
+    share = _summary_shares(weights, tokens)
+    return einsum(share, rows.float(), "b s l, b k s l d -> b k s d").to(rows.dtype)
+
+
+def span_rows(x: Tensor, tokens: SpanTokens) -> Tensor:
     """Rows of the spans' tokens [B, K, S, L, d] from [B, K, N, d], zero beyond a span's length."""
     batch, kv_heads, _, dim = x.shape
     index = tokens.padded_index.flatten(1)[:, None, :, None].expand(batch, kv_heads, -1, dim)
@@ -159,7 +170,11 @@ def _factor(rows: Tensor, max_rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rebuild_rows(
-    basis: tuple[Tensor, Tensor, Tensor], gate: Tensor, raw: Tensor, length: Tensor, rope: tuple[Tensor, Tensor] | None = None
+    basis: tuple[Tensor, Tensor, Tensor],
+    gate: Tensor,
+    raw: Tensor,
+    length: Tensor,
+    rope: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """All spans' rows at the gated rank, for training: sum_i g_i sigma_i u_i v_i^T, raw where factors are not smaller.
 

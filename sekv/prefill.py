@@ -68,7 +68,7 @@ class Prefill:
         return key.to(device, non_blocking=True), value.to(device, non_blocking=True)
 
     def narrow(self, n: int) -> Prefill:
-        """The first `n` of the N (padded) tokens as a prefill of their own: views, without queries and hidden states."""
+        """The first `n` of the N (padded) tokens as a prefill of their own: views, no queries or hidden states."""
         return replace(
             self,
             keys=[None if k is None else k[:, :, :n] for k in self.keys],
@@ -126,7 +126,9 @@ def prefill(
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(backbone.device)
     mask = mask.bool()
     if not bool(mask.any(dim=1).all()):
-        raise DataError(f"the context of batch row {int((~mask.any(dim=1)).nonzero()[0])} is empty; give at least one token")
+        raise DataError(
+            f"the context of batch row {int((~mask.any(dim=1)).nonzero()[0])} is empty; give at least one token"
+        )
     n = input_ids.shape[1]
     backbone.check_length(int(mask.sum(dim=1).max()))
     right_padded = not bool((mask.long().diff(dim=1) >= 0).all())
@@ -151,7 +153,9 @@ def prefill(
         if nats is not None:
             # The token after position t is known for all but the last one.
             stop = min(end + 1, n)
-            nats[:, start + 1 : stop] = token_surprisal(backbone, states[:, : stop - start - 1], input_ids[:, start + 1 : stop])
+            nats[:, start + 1 : stop] = token_surprisal(
+                backbone, states[:, : stop - start - 1], input_ids[:, start + 1 : stop]
+            )
         if window:
             hidden = states if hidden is None else torch.cat([hidden, states], dim=1)
             hidden = hidden[:, -window:]

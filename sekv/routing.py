@@ -1,8 +1,9 @@
-"""Which spans to zoom into: margins of the learned, untrained and oracle routers, and selection within the rows left."""
+"""Which spans to zoom into: learned, untrained and oracle margins, and selection within the rows left."""
 
 from __future__ import annotations
 
 import torch
+from einops import einsum, reduce
 from torch import Tensor
 
 from sekv.adapter import LayerRouter
@@ -27,9 +28,9 @@ def routing_logits(router: LayerRouter, query: Tensor, summary_key: Tensor, norm
     """
     batch, heads, n_queries, dim = query.shape
     kv_heads = summary_key.shape[1]
-    projected = torch.einsum("bhqd,hrd->bhqr", query.float(), router.projection)
+    projected = einsum(query.float(), router.projection, "b h q d, h r d -> b h q r")
     # <Wq, Wk> = <W'Wq, k>: projecting the query twice saves keeping a projected key per query head.
-    projected = torch.einsum("bhqr,hrd->bhqd", projected, router.projection)
+    projected = einsum(projected, router.projection, "b h q r, h r d -> b h q d")
     grouped = projected.reshape(batch, kv_heads, -1, dim)
     inner = (grouped @ summary_key.float().mT).reshape(batch, heads, n_queries, -1)
     inner = inner / norm[:, :, None].clamp_min(1e-6) * router.projection.shape[1] ** -0.5
@@ -41,7 +42,7 @@ def summary_norm(router: LayerRouter, summary_key: Tensor) -> Tensor:
     """|W k_S| for every query head [B, H, S] float32, from summary keys [B, K, S, d]."""
     heads, kv_heads = router.projection.shape[0], summary_key.shape[1]
     per_head = summary_key.float().repeat_interleave(heads // kv_heads, dim=1)
-    return torch.einsum("bhsd,hrd->bhsr", per_head, router.projection).norm(dim=-1)
+    return einsum(per_head, router.projection, "b h s d, h r d -> b h s r").norm(dim=-1)
 
 
 def log_length(length: Tensor) -> Tensor:
@@ -51,8 +52,7 @@ def log_length(length: Tensor) -> Tensor:
 
 def group_max(margin: Tensor, kv_heads: int) -> Tensor:
     """The strongest wish of any query head of each KV group: [B, H, Q, S] to [B, K, Q, S]."""
-    batch, heads, n_queries, n_spans = margin.shape
-    return margin.reshape(batch, kv_heads, heads // kv_heads, n_queries, n_spans).amax(dim=2)
+    return reduce(margin, "b (k g) q s -> b k q s", "max", k=kv_heads)
 
 
 def mean_margin(query: Tensor, summary_key: Tensor, length: Tensor, scaling: float) -> Tensor:

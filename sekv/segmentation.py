@@ -152,7 +152,7 @@ def _segment_row(
 
 
 def _choose_anchors(region: Tensor, surprisal: Tensor, rows: int, config: SegmentationConfig) -> Tensor:
-    """Anchor mask over the region: the most anchors, up to the surprisal rule, whose persistent rows fit their share."""
+    """Anchor mask over the region: the most, up to the surprisal rule, whose persistent rows fit their share."""
     if config.method == "fixed":
         return torch.zeros_like(region, dtype=torch.bool)
     rule = surprisal.mean() + config.alpha * surprisal.std(unbiased=False)
@@ -166,7 +166,7 @@ def _choose_anchors(region: Tensor, surprisal: Tensor, rows: int, config: Segmen
 
     def fits(count: int) -> bool:
         anchor = mask_of(count)
-        start, length = _runs(anchor, config.anchors)
+        _, length = _runs(anchor, config.anchors)
         short = length < config.min_span
         summaries = (-(-length // config.max_span))[~short].sum()
         kept = anchor.sum() if config.anchors else 0
@@ -210,7 +210,7 @@ def _covered(start: Tensor, length: Tensor, n: int) -> Tensor:
 def _split(
     start: Tensor, length: Tensor, config: SegmentationConfig, line_breaks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Splits runs longer than `max_span` into the fewest near-equal pieces, cutting after a line break when one is near."""
+    """Splits runs longer than `max_span` into the fewest near-equal pieces, cut after a line break if one is near."""
     pieces = -(-length // config.max_span)
     run = torch.repeat_interleave(torch.arange(len(start), device=start.device), pieces)
     within = torch.arange(len(run), device=start.device) - (pieces.cumsum(0) - pieces)[run]
@@ -229,7 +229,9 @@ def _nearest_break(cut: Tensor, slack: Tensor, line_breaks: Tensor) -> Tensor:
     """Moves each cut to the nearest position right behind a line break within `slack` tokens; else leaves it."""
     n = line_breaks.shape[0]
     position = torch.arange(n + 1, device=cut.device)
-    opens = torch.cat([line_breaks.new_zeros(1), line_breaks])  # True where the token before the position breaks the line
+    opens = torch.cat(
+        [line_breaks.new_zeros(1), line_breaks]
+    )  # True where the token before the position breaks the line
     before = torch.where(opens, position, -(n + 1)).cummax(0).values[cut]
     after = torch.where(opens, position, 2 * (n + 1)).flip(0).cummin(0).values.flip(0)[cut]
     near = torch.where(cut - before <= after - cut, before, after)

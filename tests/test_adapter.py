@@ -52,7 +52,11 @@ def test_dropped_and_renamed_tensors_are_named(saved, tiny_backbone):
     save_file(tensors, folder / WEIGHTS_NAME)
     with pytest.raises(AdapterError) as error:
         SeKVAdapter.from_pretrained(folder, tiny_backbone)
-    for part in ("missing tensor 'gate.outer.bias'", "unexpected tensor 'gate.exit.bias'", "'bias' has shape [3, 3], expected [2, 4]"):
+    for part in (
+        "missing tensor 'gate.outer.bias'",
+        "unexpected tensor 'gate.exit.bias'",
+        "'bias' has shape [3, 3], expected [2, 4]",
+    ):
         assert part in str(error.value)
 
 

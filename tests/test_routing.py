@@ -71,7 +71,7 @@ def test_mean_margin_is_predicted_mass():
 def greedy(margin: list[float], length: list[int], rows: int, eligible: list[bool]) -> list[bool]:
     taken = [False] * len(margin)
     for i in sorted(range(len(margin)), key=lambda i: -margin[i]):
-        if eligible[i] and 0 < length[i] and length[i] - 1 <= rows:
+        if eligible[i] and length[i] > 0 and length[i] - 1 <= rows:
             taken[i], rows = True, rows - length[i] + 1
     return taken
 

@@ -15,7 +15,9 @@ from sekv.segmentation import Segmentation, SegmentationConfig, segment
 def covered(segmentation: Segmentation, row: int) -> list[int]:
     """Every token index of a row, exact tokens and span tokens together, with repeats."""
     found = segmentation.exact_index[row][segmentation.exact_mask[row]].tolist()
-    for start, length in zip(segmentation.span_start[row].tolist(), segmentation.span_length[row].tolist(), strict=True):
+    for start, length in zip(
+        segmentation.span_start[row].tolist(), segmentation.span_length[row].tolist(), strict=True
+    ):
         found += list(range(start, start + length))
     return sorted(found)
 
@@ -83,7 +85,8 @@ def test_persistent_rows_keep_to_their_share(share):
 def test_more_budget_gives_more_anchors():
     values, mask = surprisals(2000)
     counts = [
-        int(segment(values, mask, torch.tensor([rows]), SegmentationConfig()).exact_mask.sum()) for rows in (160, 300, 600)
+        int(segment(values, mask, torch.tensor([rows]), SegmentationConfig()).exact_mask.sum())
+        for rows in (160, 300, 600)
     ]
     assert counts[0] < counts[1] < counts[2]
 
@@ -99,7 +102,11 @@ def test_splits_prefer_line_breaks():
     assert moved.span_start[0].tolist() == [4, 52, 107]
     breaks[0] = False
     breaks[0, 20] = True  # too far from any cut
-    assert segment(values, mask, torch.tensor([100]), SegmentationConfig(), breaks).span_start[0].tolist() == [4, 54, 104]
+    assert segment(values, mask, torch.tensor([100]), SegmentationConfig(), breaks).span_start[0].tolist() == [
+        4,
+        54,
+        104,
+    ]
 
 
 @pytest.mark.parametrize("n", [40, 130, 500, 1000, 4096])

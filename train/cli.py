@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import sys
@@ -22,6 +23,7 @@ from rich.console import Console
 from sekv.errors import DataError, SeKVError
 from train.callbacks import ProgressLines, RunSummary
 from train.data import TextDataModule
+from train.export import read_checkpoint
 from train.module import SeKVModule
 
 _USAGE = "sekv train --config FILE [--config FILE ...] [--KEY VALUE ...]"
@@ -54,7 +56,7 @@ class _SaveConfig(SaveConfigCallback):
         """Writes config.yaml."""
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.parser.save(self.config, folder / "config.yaml", skip_none=False, overwrite=True)
+        self.parser.save(self.config, folder / "config.yaml", skip_unset=False, overwrite=True)
 
 
 class TrainCLI(LightningCLI):
@@ -120,10 +122,11 @@ class TrainCLI(LightningCLI):
         self.config = parser.parse_args(args)
 
     def before_instantiate_classes(self) -> None:
-        """Fixes the run's folder, before anything is loaded.
+        """Fixes the run's folder and looks into the checkpoint to resume from, before any backbone loads.
 
         Raises:
             DataError: the name is taken, or there is nothing to resume from.
+            AdapterError: the checkpoint to resume from is corrupt, or not one of ours.
         """
         config = self.config
         name = config.name or f"{Path(config.model.backbone).name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -136,6 +139,7 @@ class TrainCLI(LightningCLI):
             if not self.resume_from.is_file():
                 hint = "; give --name of the run to go on with" if last else ""
                 raise DataError(f"there is no checkpoint {self.resume_from} to resume from{hint}")
+            read_checkpoint(self.resume_from)
         elif not config.overwrite and self.checkpoint_dir.is_dir() and any(self.checkpoint_dir.iterdir()):
             raise DataError(
                 f"{self.run_dir} holds an earlier run; give another --name, --resume last to go on with it, or --overwrite true"
@@ -163,11 +167,11 @@ class TrainCLI(LightningCLI):
             default_root_dir=str(self.run_dir),
             logger=self.loggers or options.logger,
             enable_progress_bar=self.console.is_terminal and options.enable_progress_bar is not False,
-            callbacks=[*(options.callbacks or []), *self._callbacks(logging=bool(self.loggers or options.logger))],
+            callbacks=[*(options.callbacks or []), *self._callbacks(with_loggers=bool(self.loggers or options.logger))],
         )
         return super().instantiate_trainer(**kwargs)
 
-    def _callbacks(self, logging: bool) -> list[Callback]:
+    def _callbacks(self, with_loggers: bool) -> list[Callback]:
         keep: dict[str, Any] = {"dirpath": self.checkpoint_dir, "save_top_k": 1, "enable_version_counter": False}
         bar = RichProgressBar(leave=True) if self.console.is_terminal else ProgressLines(self.console)
         callbacks: list[Callback] = [
@@ -177,7 +181,7 @@ class TrainCLI(LightningCLI):
         ]
         if self.datamodule.val_sequences:
             callbacks.append(ModelCheckpoint(filename="best", monitor="val/loss", save_on_train_epoch_end=False, **keep))
-        if logging:
+        if with_loggers:
             callbacks.append(LearningRateMonitor("step"))
         return callbacks
 
@@ -188,7 +192,10 @@ class TrainCLI(LightningCLI):
             The checkpoint to export: the best one, or the last where nothing was held out.
         """
         self.trainer.fit(
-            self.model, datamodule=self.datamodule, ckpt_path=str(self.resume_from) if self.resume_from else None
+            self.model,
+            datamodule=self.datamodule,
+            ckpt_path=str(self.resume_from) if self.resume_from else None,
+            weights_only=True,
         )
         last, best = self.checkpoint_dir / "last.ckpt", self.checkpoint_dir / "best.ckpt"
         self.trainer.save_checkpoint(last)
@@ -228,6 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     console = Console()
     errors = Console(stderr=True)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     # Lightning warns about choices that are deliberate here: few data workers and a short logging interval.
     warnings.filterwarnings("ignore", module=r"lightning\.")
     cli: TrainCLI | None = None

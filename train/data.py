@@ -225,6 +225,11 @@ class TextDataModule(LightningDataModule):
         picked = random.Random(self.seed).sample(range(len(texts)), self.max_documents)
         return [texts[i] for i in sorted(picked)]
 
+    def warm_start_sequences(self, count: int) -> list[list[int]]:
+        """Up to `count` training sequences in a random order fixed by the seed, the same on every rank."""
+        sequences = self.sequences(held_out=False)
+        return random.Random(self.seed).sample(sequences, min(count, len(sequences)))
+
     def train_dataloader(self) -> ResumableLoader:
         """Training batches, shuffled, resumable."""
         trainer = self.trainer

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from sekv.adapter import SeKVAdapter, SeKVConfig
-from sekv.backbone import Geometry
 from sekv.errors import AdapterError
 from train.module import ADAPTER_KEY
 
@@ -54,12 +53,19 @@ def read_checkpoint(path: Path) -> tuple[SeKVAdapter, dict[str, Any]]:
         raise AdapterError(f"{path} lacks {', '.join(missing)}: it was not written by `sekv train`")
     facts = content[ADAPTER_KEY]
     try:
-        geometry = Geometry(**{**facts["geometry"], "compressible": tuple(facts["geometry"]["compressible"])})
-        adapter = SeKVAdapter(geometry, SeKVConfig(**facts["config"]), facts["fingerprint"])
-        adapter.backbone_parameters = facts["backbone_parameters"]
+        shape = facts["fingerprint"]
+        adapter = SeKVAdapter(
+            shape["compressible"],
+            shape["num_heads"],
+            shape["head_dim"],
+            SeKVConfig(**facts["config"]),
+            shape,
+            facts["backbone_parameters"],
+        )
         adapter.load_state_dict({name.removeprefix(_PREFIX): t for name, t in content["state_dict"].items()})
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise AdapterError(f"{path} does not hold a complete adapter of this version of sekv: {error}") from None
+        reason = " ".join(str(error).split())
+        raise AdapterError(f"{path} does not hold a complete adapter of this version of sekv: {reason}") from None
     broken = [name for name, parameter in adapter.named_parameters() if not bool(parameter.isfinite().all())]
     if broken:
         raise AdapterError(f"{path} holds values that are not finite in {', '.join(broken)}; export an earlier checkpoint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,8 +23,10 @@ from train import losses
 from train.errors import ConfigError, DivergenceError
 from train.losses import LossConfig
 from train.objective import MiningConfig, Outcome, evaluate_batch
+from train.warmstart import WarmStartConfig, fit_routers, read_examples
 from train.windows import cut_documents, draw_cuts, smallest_context
 
+_REPORT_EVERY = 100  # steps of the warm start between two lines
 ADAPTER_KEY = "sekv"  # where a checkpoint keeps what an export needs besides the weights
 
 
@@ -49,6 +52,7 @@ class SeKVModule(LightningModule):
         adapter: what is trained; every ablation is a value here.
         losses: weights and constants of the four losses.
         mining: which window queries the losses look at.
+        warm_start: fitting of the routers to the teacher's own queries before the first step.
         budgets: shares of the context, one drawn at every step.
         val_budget: share of the context used in validation.
         query_window: tokens behind the context that query the memory, Q.
@@ -67,6 +71,7 @@ class SeKVModule(LightningModule):
         adapter: SeKVConfig = SeKVConfig(),
         losses: LossConfig = LossConfig(),
         mining: MiningConfig = MiningConfig(),
+        warm_start: WarmStartConfig = WarmStartConfig(),
         budgets: tuple[float, ...] = (0.05, 0.1, 0.2),
         val_budget: float = 0.1,
         query_window: int = 128,
@@ -80,6 +85,7 @@ class SeKVModule(LightningModule):
         self.adapter_config = _group(SeKVConfig, adapter)
         self.loss_config = _group(LossConfig, losses)
         self.mining = _group(MiningConfig, mining)
+        self.warm_start = _group(WarmStartConfig, warm_start)
         self.save_hyperparameters(
             {
                 "backbone": backbone,
@@ -87,6 +93,7 @@ class SeKVModule(LightningModule):
                 "adapter": asdict(self.adapter_config),
                 "losses": asdict(self.loss_config),
                 "mining": asdict(self.mining),
+                "warm_start": asdict(self.warm_start),
                 "budgets": list(budgets),
                 "val_budget": val_budget,
                 "query_window": query_window,
@@ -134,6 +141,36 @@ class SeKVModule(LightningModule):
             with torch.random.fork_rng(devices=[]):  # the start depends on the seed, not on what drew numbers before
                 torch.manual_seed(self.seed)
                 self.adapter = SeKVAdapter.create(self.backbone, self.adapter_config)
+
+    def on_train_start(self) -> None:
+        """Fits the routers to the teacher before the first step of a fresh run; a resumed run has them already."""
+        if self.global_step or not self.warm_start.documents:
+            return
+        backbone, datamodule = cast(Backbone, self.backbone), cast(Any, self.trainer).datamodule
+        sequences = datamodule.warm_start_sequences(self.warm_start.documents)
+        started = time.monotonic()
+        examples = []
+        for i, ids in enumerate(sequences, start=1):
+            batch = torch.tensor([ids], device=backbone.device)
+            examples.append(
+                read_examples(
+                    backbone,
+                    self.adapter,
+                    batch,
+                    window=self.query_window,
+                    budget=self.val_budget,
+                    mining=self.mining,
+                )
+            )
+            self.print(f"warm start: read document {i}/{len(sequences)}, {(time.monotonic() - started) / i:.1f} s each")
+        started = time.monotonic()
+
+        def report(step: int, loss: float) -> None:
+            if step % _REPORT_EVERY == 0:
+                rate = step / max(time.monotonic() - started, 1e-9)
+                self.print(f"warm start: step {step}/{self.warm_start.steps}, zoom loss {loss:.4f}, {rate:.1f} steps/s")
+
+        fit_routers(self.adapter, examples, self.warm_start, self.loss_config, report)
 
     def evaluate(self, batch: Mapping[str, Tensor], draw: Draw, recall: bool = False) -> Outcome:
         """Losses and figures of a batch under given random choices.
@@ -204,11 +241,8 @@ class SeKVModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Adds what an export needs without the backbone: plain values only."""
-        backbone = cast(Backbone, self.backbone)
-        geometry = asdict(backbone.geometry)
         checkpoint[ADAPTER_KEY] = {
             "config": asdict(self.adapter_config),
-            "geometry": {**geometry, "compressible": list(geometry["compressible"])},
             "fingerprint": self.adapter.fingerprint,
             "backbone_parameters": self.adapter.backbone_parameters,
             "metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},

@@ -15,6 +15,7 @@ from sekv.cache import CompressedCache
 from sekv.errors import BackboneError
 from sekv.policies.sekv import training_cache
 from sekv.prefill import Prefill, prefill
+from sekv.segmentation import Segmentation
 from sekv.stores.spans import DifferentiableSpanStore, LayerTrace
 from train import losses, teacher
 from train.errors import ConfigError
@@ -146,7 +147,7 @@ def evaluate_batch(
     document = read_document(backbone, input_ids, mask, window)
     student = run_student(document, adapter, budget, window)
     with torch.no_grad():
-        mined = _mine(document, student.traces[0].scaling, window, mining)
+        mined = mine_queries(document, window, mining)
     parts: dict[str, list[Tensor]] = defaultdict(list)
     for layer, trace in zip(backbone.geometry.compressible, student.traces, strict=True):
         for name, value in _layer_terms(document, layer, trace, mined, window, config, recall).items():
@@ -161,20 +162,22 @@ def evaluate_batch(
     )
 
 
-def _mine(document: Prefill, scaling: float, window: int, mining: MiningConfig) -> Tensor:
+def mine_queries(document: Prefill, window: int, mining: MiningConfig) -> Tensor:
+    """Window positions [B, M] of the queries with the most attention far behind them, ascending."""
     layers = document.backbone.geometry.compressible[:: mining.layer_stride]
     return teacher.mine(
-        [_queries(document, layer) for layer in layers],
+        [window_queries(document, layer) for layer in layers],
         [document.key_value(layer)[0] for layer in layers],
         document.mask,
-        scaling,
+        document.backbone.attention_scaling(layers[0]),
         count=min(mining.queries, window),
         distance=mining.distance,
         sinks=_SINKS,
     )
 
 
-def _queries(document: Prefill, layer: int) -> Tensor:
+def window_queries(document: Prefill, layer: int) -> Tensor:
+    """The teacher's rotated queries of the window [B, H, Q, d]."""
     queries = document.queries[layer]
     assert queries is not None  # every layer is compressible and records its window
     return queries
@@ -184,11 +187,11 @@ def _layer_terms(
     document: Prefill, layer: int, trace: LayerTrace, mined: Tensor, window: int, config: LossConfig, recall: bool
 ) -> dict[str, Tensor]:
     """Losses and figures of one layer, each [B]."""
-    n_exact, mask = trace.exact_index.shape[1], trace.span_mask
+    n_exact, mask = trace.segmentation.exact_index.shape[1], trace.span_mask
     with torch.no_grad():
-        mass = _teacher_mass(document, layer, trace, mined, window)  # [B, H, M, E + S + 1]
+        mass = teacher_mass(document, layer, trace.segmentation, mined, window)  # [B, H, M, E + S + 1]
         span_mass = mass[..., n_exact:-1]
-        labels = losses.zoom_labels(span_mass, config.coverage)
+        targets = losses.zoom_targets(span_mass, config)
         measured = router_recall(trace, span_mass, mined, trace.scaling) if recall else {}
     student = torch.cat([trace.exact_mass, trace.span_mass, trace.window_mass[..., None]], dim=-1)
     pairs = ((trace.sigma_key, trace.gate_key), (trace.sigma_value, trace.gate_value))
@@ -197,7 +200,7 @@ def _layer_terms(
     expanded = losses.masked_mean(trace.expand.detach(), mask[:, None, None])
     return {
         "attention": losses.distill_attention(mass, take_queries(student, mined)),
-        "zoom": losses.zoom(take_queries(trace.alpha_logit, mined), labels, mask, config.positive),
+        "zoom": losses.zoom(take_queries(trace.alpha_logit, mined), targets, mask, config.positive),
         "recon": sum(losses.recon(sigma, gate, mask) for sigma, gate in pairs) / 2,
         "budget": rows + config.rank * rank,
         "expansion": expanded,
@@ -206,19 +209,20 @@ def _layer_terms(
     }
 
 
-def _teacher_mass(document: Prefill, layer: int, trace: LayerTrace, mined: Tensor, window: int) -> Tensor:
+def teacher_mass(document: Prefill, layer: int, cut: Segmentation, mined: Tensor, window: int) -> Tensor:
+    """The teacher's attention at the mined queries on exact rows, spans and the window [B, H, M, E + S + 1]."""
     n_context = document.n_tokens - window
     attention = teacher.attention_rows(
-        take_queries(_queries(document, layer), mined),
+        take_queries(window_queries(document, layer), mined),
         document.key_value(layer)[0],
         n_context + mined,
         document.mask,
-        trace.scaling,
+        document.backbone.attention_scaling(layer),
     )
     row = teacher.row_of_token(
-        trace.exact_index, trace.exact_mask, trace.span_start, trace.span_length, trace.span_mask, n_context
+        cut.exact_index, cut.exact_mask, cut.span_start, cut.span_length, cut.span_length > 0, n_context
     )
-    return teacher.row_mass(attention, row, trace.exact_index.shape[1] + trace.span_length.shape[1])
+    return teacher.row_mass(attention, row, cut.exact_index.shape[1] + cut.span_length.shape[1])
 
 
 def _logit_loss(document: Prefill, student: Student, mined: Tensor) -> Tensor:

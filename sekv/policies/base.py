@@ -124,6 +124,6 @@ def check_minimum(rows: Tensor, minimum: Tensor, lengths: Tensor, what: str) -> 
         i = int(short.nonzero()[0])
         n, least = int(lengths[i]), int(minimum[i])
         raise BudgetError(
-            f"budget of {int(rows[i])} rows is too small for a context of {n} tokens: {what} needs at least {least} rows "
-            f"(a share of {min(1.0, least / n + 5e-5):.4f})"
+            f"budget of {int(rows[i])} rows is too small for a context of {n} tokens: {what} needs at least {least} "
+            f"rows (a share of {min(1.0, least / n + 5e-5):.4f})"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import torch
@@ -69,9 +69,8 @@ class SeKVPolicy(Policy):
         if self.routing == "learned" and self.adapter is None:
             raise PolicyError("sekv routes with a trained adapter: give --adapter DIR, or use sekv[routing=mean]")
         base = self.adapter.config if self.adapter is not None else SeKVConfig()
-        names = ("alpha", "min_span", "max_span", "persistent_share", "segmentation", "anchors")
-        names += ("summary_weights", "max_rank", "rope", "share_group")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        names = {f.name for f in fields(SeKVConfig)} & {f.name for f in fields(self)}
+        given = {name: getattr(self, name) for name in sorted(names) if getattr(self, name) is not None}
         self._config = replace(base, **given)
         if self.adapter is not None and self._config.max_rank > self.adapter.config.max_rank:
             raise PolicyError(f"max_rank {self._config.max_rank} exceeds the adapter's {self.adapter.config.max_rank}")
@@ -120,7 +119,7 @@ class SeKVPolicy(Policy):
             key,
             value,
             plan.tokens,
-            self._weights(prefill),
+            self.token_weights(prefill),
             self._config.max_rank,
             None if self.adapter is None else self.adapter.gate,
             plan.rope,
@@ -129,7 +128,8 @@ class SeKVPolicy(Policy):
         routing = Routing(self.routing, router, self.fill, self._config.share_group)
         return kind(key, value, memory, plan, routing, **options)
 
-    def _weights(self, prefill: Prefill) -> Tensor:
+    def token_weights(self, prefill: Prefill) -> Tensor:
+        """Weight of each token in its span's summary [B, N]: surprisal, or 1 under `summary_weights=uniform`."""
         assert prefill.surprisal is not None
         return prefill.surprisal if self._config.summary_weights == "surprisal" else torch.ones_like(prefill.surprisal)
 
@@ -160,5 +160,7 @@ def training_cache(context: Prefill, adapter: SeKVAdapter, budget: Budget | str 
     budget = Budget.parse(budget)
     policy = DifferentiableSeKVPolicy(adapter=adapter)
     if bool((policy.rows(context, budget) >= context.lengths).all()):
-        raise BudgetError(f"a budget of {budget} keeps these contexts whole: there is nothing to zoom into and nothing to learn")
+        raise BudgetError(
+            f"a budget of {budget} keeps these contexts whole: there is nothing to zoom into and nothing to learn"
+        )
     return compress(context, policy, budget)

@@ -175,7 +175,7 @@ class Store(ABC):
 
 
 def causal_tail_mask(n_queries: int, n_tail: int, device: torch.device) -> Tensor | None:
-    """Mask [1, 1, Q, T] that lets the last Q of T tail tokens see themselves and all before; None when nothing is hidden."""
+    """Mask [1, 1, Q, T] by which the last Q of T tail tokens see themselves and all before; None hides nothing."""
     if n_queries == 1:
         return None
     position = torch.arange(n_tail, device=device)

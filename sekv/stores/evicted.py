@@ -14,9 +14,9 @@ _WORKSPACE_BYTES = 64 * 2**20  # float32 logits and partial sums that may exist 
 class EvictedStore(Store):
     """Keeps a subset of the context's rows, ragged per batch row and KV head.
 
-    The rows of one (batch row, KV head) pair, a *group*, lie in blocks of equal size; blocks of all groups share one tensor
-    [M, block, d]. Heads that keep more rows own more blocks, and nothing is padded to the longest head. When all
-    groups keep the same number of rows, that number is the block size and every group is one block.
+    The rows of one (batch row, KV head) pair, a *group*, lie in blocks of equal size; the blocks of all groups share
+    one tensor [M, block, d]. Heads that keep more rows own more blocks, and nothing is padded to the longest head. When
+    all groups keep the same number of rows, that number is the block size and every group is one block.
 
     Dimensions: B batch, H query heads, K KV heads (H = G * K), N context tokens, M blocks, Q queries, T tail tokens.
 

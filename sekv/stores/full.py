@@ -28,7 +28,9 @@ class FullStore(Store):
         self.meter.rows += float(self.lengths.sum()) * query.shape[2] * kv_heads
         mask = self._mask(query.shape[2], tail_mask, query.device)
         batch, heads, n_queries, dim = query.shape
-        if n_queries == 1:  # the heads of a group read the same rows: make them the query axis instead of repeating keys
+        if (
+            n_queries == 1
+        ):  # the heads of a group read the same rows: make them the query axis instead of repeating keys
             query = query.reshape(batch, kv_heads, heads // kv_heads, dim)
         output = torch.nn.functional.scaled_dot_product_attention(
             query, self.exact.key, self.exact.value, attn_mask=mask, scale=scaling, enable_gqa=n_queries > 1

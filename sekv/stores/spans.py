@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from sekv.adapter import LayerRouter
@@ -83,10 +84,7 @@ class LayerTrace:
         sigma_value: singular values of the values [B, K, S, r].
         gate_key: rank gates of the keys [B, K, S, r].
         gate_value: rank gates of the values [B, K, S, r].
-        exact_index: token indices of the exact rows [B, E].
-        exact_mask: True where an exact row is real [B, E].
-        span_start: first token index of each span [B, S].
-        span_length: tokens per span, 0 where there is none [B, S].
+        segmentation: the partition that the rows come from.
         query: the window's rotated queries [B, H, Q, d], detached.
         summary_key: [B, K, S, d].
         zoom_rows: rows left for zooming [B].
@@ -105,14 +103,16 @@ class LayerTrace:
     sigma_value: Tensor
     gate_key: Tensor
     gate_value: Tensor
-    exact_index: Tensor
-    exact_mask: Tensor
-    span_start: Tensor
-    span_length: Tensor
+    segmentation: Segmentation
     query: Tensor
     summary_key: Tensor
     zoom_rows: Tensor
     scaling: float
+
+    @property
+    def span_length(self) -> Tensor:
+        """Tokens per span, 0 where there is none [B, S]."""
+        return self.segmentation.span_length
 
     @property
     def span_mask(self) -> Tensor:
@@ -159,7 +159,9 @@ class SpanStore(Store):
 
     def _exact_rows(self, n_queries: int, tail_mask: Tensor | None) -> RowSet:
         """Exact context rows and the tail as one set."""
-        tail = tail_mask if tail_mask is not None else causal_tail_mask(n_queries, self.tail_length, self.lengths.device)
+        tail = (
+            tail_mask if tail_mask is not None else causal_tail_mask(n_queries, self.tail_length, self.lengths.device)
+        )
         context = self.exact.mask
         visible = None
         if tail is not None or context is not None:
@@ -181,8 +183,7 @@ class SpanStore(Store):
 
     def _per_group(self, x: Tensor) -> Tensor:
         """[B, K, Q, S] to [B, K, 1, Q, S]; [B, H, Q, S] to [B, K, G, Q, S]."""
-        kv_heads = self.exact.key.shape[1]
-        return x.reshape(x.shape[0], kv_heads, x.shape[1] // kv_heads, *x.shape[2:])
+        return rearrange(x, "b (k g) q s -> b k g q s", k=self.exact.key.shape[1])
 
     def _count(self, zoomed: Tensor) -> None:
         """Records rows attended: exact rows, summaries, and the net rows of zoomed spans [B, K or H, Q, S]."""
@@ -290,7 +291,9 @@ class OffloadedSpanStore(SpanStore):
         owner = torch.full((batch * kv_heads * n_rows,), n_spans, device=zoomed.device)  # n_spans: an empty slot
         owner[flat] = span[:, None].expand_as(live)[live]
         shape = (batch, kv_heads, n_rows, -1)
-        return RowSet(dense_key.reshape(shape), dense_value.reshape(shape), visible=_seen_by(zoomed, owner.reshape(shape[:3])))
+        return RowSet(
+            dense_key.reshape(shape), dense_value.reshape(shape), visible=_seen_by(zoomed, owner.reshape(shape[:3]))
+        )
 
     def _rotated(self, rows: Tensor, raw: Tensor, row: Tensor, span: Tensor, token: Tensor) -> Tensor:
         """Applies RoPE to rebuilt keys [M, L, d] that were factored before it; raw rows carry it already."""
@@ -311,7 +314,7 @@ class OffloadedSpanStore(SpanStore):
 
 
 def _seen_by(zoomed: Tensor, owner: Tensor) -> Tensor:
-    """Which rows each query zoomed into: [B, K, G or 1, Q, R] from [B, K, G or 1, Q, S] and each row's span [B, K, R]."""
+    """Rows each query zoomed into [B, K, G or 1, Q, R], from spans [B, K, G or 1, Q, S] and each row's span."""
     with_empty = torch.nn.functional.pad(zoomed, (0, 1))
     index = owner[:, :, None, None].expand(*zoomed.shape[:4], owner.shape[-1])
     return with_empty.gather(-1, index)
@@ -381,10 +384,7 @@ class DifferentiableSpanStore(SpanStore):
             sigma_value=self.memory.value_basis[1],
             gate_key=self.memory.key_gate,
             gate_value=self.memory.value_gate,
-            exact_index=self.plan.segmentation.exact_index,
-            exact_mask=self.plan.segmentation.exact_mask,
-            span_start=self.plan.segmentation.span_start,
-            span_length=self._length,
+            segmentation=self.plan.segmentation,
             query=query.detach(),
             summary_key=self.summary_key,
             zoom_rows=self.plan.zoom_rows,

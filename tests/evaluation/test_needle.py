@@ -44,6 +44,12 @@ def test_the_seed_fixes_everything(tokenizer) -> None:
     assert make_needle(tokenizer, 800, 50.0, "1-2").answer != make_needle(tokenizer, 800, 50.0, "1-3").answer
 
 
+def test_a_python_without_held_out_documentation_is_refused(tokenizer, monkeypatch) -> None:
+    monkeypatch.setattr("sekv.evaluation.needle.is_held_out", lambda text: False)
+    with pytest.raises(DataError, match="no held-out text"):
+        make_needle(tokenizer, 800, 50.0, "0-0")
+
+
 def test_a_length_that_the_question_alone_exceeds_is_refused(tokenizer) -> None:
     with pytest.raises(DataError, match=f"niah:{MIN_LENGTH} is too short: the question alone takes"):
         make_needle(tokenizer, MIN_LENGTH, 50.0, "0-0")  # one token per byte

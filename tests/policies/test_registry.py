@@ -114,7 +114,7 @@ def test_a_name_is_taken_once(optional):
 
         name: ClassVar[str] = "optional"
 
-    with pytest.raises(PolicyError, match="'optional' is already registered as .*OptionalPolicy"):
+    with pytest.raises(PolicyError, match=r"'optional' is already registered as .*OptionalPolicy"):
         register(Other)
     assert register(OptionalPolicy) is OptionalPolicy
 

@@ -65,7 +65,9 @@ def test_head_dim_other_than_hidden_over_heads(make_tiny_backbone):
     torch.testing.assert_close(logits, question_logits(backbone, None, context, question), atol=1e-4, rtol=1e-4)
 
 
-def loop_attention(store: OffloadedSpanStore, key: Tensor, value: Tensor, query: Tensor, scaling: float, zoomed: Tensor) -> Tensor:
+def loop_attention(
+    store: OffloadedSpanStore, key: Tensor, value: Tensor, query: Tensor, scaling: float, zoomed: Tensor
+) -> Tensor:
     """One softmax per query over exact rows, summaries with log|S|, and the raw tokens of zoomed spans; plain loops."""
     segmentation = store.plan.segmentation
     batch, heads, n_queries, _ = query.shape
@@ -112,7 +114,8 @@ def test_equals_the_loop(tiny_backbone, routing, n_queries, lengths):
     query = torch.randn(len(lengths), 4, n_queries, 16, generator=g)
     store.append(torch.randn(len(lengths), 2, 3, 16, generator=g), torch.randn(len(lengths), 2, 3, 16, generator=g))
     store.append(
-        torch.randn(len(lengths), 2, n_queries, 16, generator=g), torch.randn(len(lengths), 2, n_queries, 16, generator=g)
+        torch.randn(len(lengths), 2, n_queries, 16, generator=g),
+        torch.randn(len(lengths), 2, n_queries, 16, generator=g),
     )
     zoomed = store._choose(query, 0.25, store._exact_rows(n_queries, None))
     assert 0 < int(zoomed.sum()) < zoomed.numel()
@@ -180,7 +183,10 @@ def test_host_bytes_never_exceed_raw_rows(tiny_backbone):
     lengths = store.plan.segmentation.span_length[0]
     raw = int(lengths.sum()) * 2 * 2 * 16 * 4  # tokens, keys and values, KV heads, dimension, float32
     data = sum(
-        t.numel() * t.element_size() for bank in (store.key_bank, store.value_bank) for t in bank.tensors() if t.is_floating_point()
+        t.numel() * t.element_size()
+        for bank in (store.key_bank, store.value_bank)
+        for t in bank.tensors()
+        if t.is_floating_point()
     )
     assert data < raw
     is_raw = store.key_bank._is_raw.reshape(2, -1)[0]
@@ -211,7 +217,7 @@ def test_rows_of_a_span_that_cannot_be_factored_stay_raw(tiny_backbone):
     store = compress(state, SeKVPolicy(routing="mean", max_span=32, max_rank=2, keep_raw=False), 0.4).stores[0]
     raw = store.key_bank._is_raw.reshape(2, -1)
     start, length = store.plan.segmentation.span_start[0], store.plan.segmentation.span_length[0]
-    holds = (start <= 100) & (100 < start + length)
+    holds = (start <= 100) & (start + length > 100)
     assert raw[0].tolist() == holds.tolist() and not bool(raw[1].any())
 
 

@@ -16,6 +16,7 @@ from sekv.backbone import Backbone
 from train.data import LocalFiles
 from train.module import SeKVModule
 from train.objective import MiningConfig
+from train.warmstart import WarmStartConfig
 
 WORDS = "span anchor summary basis rank gate router budget prefill decode query layer head token row host".split()
 ADAPTER = SeKVConfig(routing_dim=8, max_rank=4, gate_hidden=8, max_span=16)
@@ -55,6 +56,7 @@ def make_module(backbone_folder: Path) -> Callable[..., SeKVModule]:
             "budgets": (0.3, 0.4),
             "val_budget": 0.3,
             "query_window": 16,
+            "warm_start": WarmStartConfig(documents=0),
             "lr": 1e-2,
         }
         return SeKVModule(**{**settings, **options})

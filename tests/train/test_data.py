@@ -13,7 +13,10 @@ from train.data import BatchStream, BuiltinCorpus, LocalFiles, ResumableLoader, 
 
 
 def test_long_documents_are_cut_and_short_rests_dropped():
-    assert list(cut_to_sequences([list(range(10))], length=4, min_length=3, separator=99)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert list(cut_to_sequences([list(range(10))], length=4, min_length=3, separator=99)) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
     assert list(cut_to_sequences([list(range(11))], 4, 3, 99))[-1] == [8, 9, 10]
 
 
@@ -90,7 +93,9 @@ def test_training_and_held_out_documents_are_disjoint_by_hash(corpus_folder, tok
     texts = [path.read_text() for path in sorted(corpus_folder.iterdir())]
     held_out = [text for text in texts if is_held_out(text)]
     assert 0 < len(held_out) < len(texts)
-    assert {tuple(s) for s in data.sequences(held_out=True)} == {tuple(tokenizer(t)["input_ids"][:400]) for t in held_out}
+    assert {tuple(s) for s in data.sequences(held_out=True)} == {
+        tuple(tokenizer(t)["input_ids"][:400]) for t in held_out
+    }
     assert not {tuple(s) for s in data.sequences(False)} & {tuple(s) for s in data.sequences(True)}
 
 
@@ -163,7 +168,12 @@ def test_impossible_sizes_are_refused(make_data, options):
 
 def test_the_builtin_corpus_has_english_and_code(tokenizer, monkeypatch):
     monkeypatch.setattr(
-        BuiltinCorpus, "readers", {"english": lambda: [f"prose {i} " * 30 for i in range(30)], "code": lambda: [f"x = {i}\n" * 40 for i in range(30)]}
+        BuiltinCorpus,
+        "readers",
+        {
+            "english": lambda: [f"prose {i} " * 30 for i in range(30)],
+            "code": lambda: [f"x = {i}\n" * 40 for i in range(30)],
+        },
     )
     data = BuiltinCorpus(length=240, min_length=200, max_documents=4, val_sequences=0)
     data.tokenizer = tokenizer
@@ -188,5 +198,3 @@ def test_batches_are_tensors_of_the_right_kind(make_data, tokenizer):
     assert batch["input_ids"].shape[0] == 2
     assert len(list(data.val_dataloader())) == 1
     assert make_data(val_sequences=0).val_dataloader() == []
-
-

@@ -186,15 +186,29 @@ def test_annealing_rises_over_the_first_half():
 
 
 def test_total_is_the_weighted_sum():
-    parts = {name: torch.tensor([float(i)]) for i, name in enumerate(("logits", "attention", "zoom", "recon", "budget"))}
+    parts = {
+        name: torch.tensor([float(i)]) for i, name in enumerate(("logits", "attention", "zoom", "recon", "budget"))
+    }
     config = LossConfig(logits=1, attention=2, zoom=3, recon=4, budget=5)
     assert losses.total(parts, config, anneal=0.5).item() == 0 + 2 + 6 + 12 + 10
+
+
+def test_zoom_targets():
+    mass = torch.tensor([[0.02, 0.3, 0.05, 0.0]])
+    torch.testing.assert_close(losses.zoom_targets(mass, LossConfig()), torch.tensor([[0.2, 1.0, 0.5, 0.0]]))
+    cover = losses.zoom_targets(mass, LossConfig(labels="cover", coverage=0.9))
+    assert cover.tolist() == [[0.0, 1.0, 1.0, 0.0]]
+
+
+def test_unknown_labels_are_refused():
+    with pytest.raises(ConfigError, match="'labels' must be mass or cover, got soft"):
+        LossConfig(labels="soft")
 
 
 def test_method_constants():
     config = LossConfig()
     assert (config.zoom, config.recon, config.budget, config.rank) == (1.0, 0.5, 0.1, 0.1)
-    assert (config.positive, config.coverage) == (10.0, 0.9)
+    assert config.coverage == 0.9
 
 
 @pytest.mark.parametrize(("name", "value"), [("zoom", -1.0), ("coverage", 0.0), ("coverage", 1.5)])

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sekv.segmentation import Segmentation
 from sekv.stores.spans import LayerTrace
 from train.recall import group_sum, router_recall, take_queries
 
@@ -29,10 +30,12 @@ def trace():
         sigma_value=filler,
         gate_key=filler,
         gate_value=filler,
-        exact_index=filler,
-        exact_mask=filler,
-        span_start=torch.tensor([[0, 3, 6, 9]]),
-        span_length=torch.full((1, 4), 3),
+        segmentation=Segmentation(
+            exact_index=filler,
+            exact_mask=filler,
+            span_start=torch.tensor([[0, 3, 6, 9]]),
+            span_length=torch.full((1, 4), 3),
+        ),
         query=torch.tensor([1.0, 0.0]).expand(1, 2, 2, 2),
         summary_key=torch.tensor([[[[0.0, 0.0], [5.0, 0.0], [0.0, 5.0], [0.0, 0.0]]]]),
         zoom_rows=torch.tensor([2]),
@@ -44,7 +47,11 @@ def test_each_router_is_credited_with_what_its_spans_hold(trace):
     mass = torch.tensor([0.1, 0.2, 0.3, 0.4])[None, None, None].expand(1, 2, 1, 4) / 2
     # Query 0: the learned router takes span 2, the untrained one span 1, the teacher span 3.
     recall = router_recall(trace, mass, torch.tensor([[0]]), 1.0)
-    assert {name: round(float(value), 4) for name, value in recall.items()} == {"learned": 0.3, "mean": 0.2, "oracle": 0.4}
+    assert {name: round(float(value), 4) for name, value in recall.items()} == {
+        "learned": 0.3,
+        "mean": 0.2,
+        "oracle": 0.4,
+    }
     # Query 1 puts head 1's margin (0.1) on span 0 above head 0's on nothing.
     recall = router_recall(trace, mass, torch.tensor([[1]]), 1.0)
     assert float(recall["learned"]) == pytest.approx(0.1)

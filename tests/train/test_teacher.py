@@ -96,7 +96,9 @@ def test_row_of_token_without_spans_or_exact_rows():
     none = torch.zeros(1, 0, dtype=torch.long)
     all_exact = teacher.row_of_token(torch.arange(3)[None], torch.ones(1, 3).bool(), none, none, none.bool(), 3)
     assert all_exact.tolist() == [[0, 1, 2]]
-    one_span = teacher.row_of_token(none, none.bool(), torch.tensor([[0]]), torch.tensor([[3]]), torch.tensor([[True]]), 3)
+    one_span = teacher.row_of_token(
+        none, none.bool(), torch.tensor([[0]]), torch.tensor([[3]]), torch.tensor([[True]]), 3
+    )
     assert one_span.tolist() == [[0, 0, 0]]
 
 
