@@ -24,7 +24,11 @@ test: $(STAMP)  ## Run the tests
 	$(BIN)/python -m pytest
 
 demo: $(STAMP)  ## Train, export, reload and compare on the default backbone
-	$(BIN)/python -m sekv.demo
+	$(BIN)/sekv train --config configs/demo.yaml
+	$(BIN)/sekv export runs/demo/checkpoints/last.ckpt runs/demo/adapter
+	$(BIN)/sekv evaluate --policy full,sekv,nestedkv,hubkv --adapter runs/demo/adapter \
+		--tasks niah:2048 --budget 0.1,0.2 --limit 5 --output runs/demo/evaluation
+	@echo 'plot: runs/demo/evaluation/scores.png   figures: runs/demo/evaluation/results.json'
 
 lint: $(STAMP)  ## Check style
 	$(BIN)/ruff check $(CHECKED)

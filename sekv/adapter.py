@@ -197,13 +197,19 @@ class SeKVAdapter(nn.Module):
             raise AdapterError(
                 f"the adapter has no router for layer {layer}; it has layers {list(self.layers)}"
             ) from None
-        threshold = self.threshold_logit.expand(len(self.layers), self.bias.shape[1])[i]
+        return LayerRouter(*(parameter[i] for parameter in self._routers()))
+
+    def joint_router(self) -> LayerRouter:
+        """All layers' routers as one whose heads are (layer, head), for work on every layer at once."""
+        return LayerRouter(*(parameter.flatten(0, 1) for parameter in self._routers()))
+
+    def _routers(self) -> LayerRouter:
         return LayerRouter(
-            projection=self.projection[i],
-            threshold=torch.sigmoid(threshold),
-            scale=self.log_scale[i].exp(),
-            length_coefficient=nn.functional.softplus(self.length_raw[i]),
-            bias=self.bias[i],
+            projection=self.projection,
+            threshold=torch.sigmoid(self.threshold_logit).expand_as(self.bias),
+            scale=self.log_scale.exp(),
+            length_coefficient=nn.functional.softplus(self.length_raw),
+            bias=self.bias,
         )
 
     def check_backbone(self, backbone: Backbone) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -36,7 +37,7 @@ class ProgressLines(Callback):
         """Prints when the loggers log."""
         self._steps += 1
         self._tokens += int(batch["attention_mask"].sum())
-        if trainer.global_step % trainer.log_every_n_steps:
+        if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
         seconds = max(time.monotonic() - self._since, 1e-9)
         figures = trainer.callback_metrics
@@ -60,15 +61,28 @@ class ProgressLines(Callback):
         self._since, self._tokens, self._steps = time.monotonic(), 0, 0
 
 
-class RunSummary(Callback):
-    """Collects the curves of a run and prints what came of it.
+class TrainingBar(RichProgressBar):
+    """Lightning's progress bar for runs that count steps, not epochs."""
 
-    Args:
-        console: where the table goes.
+    def _get_train_description(self, current_epoch: int) -> str:
+        return f"Training, pass {current_epoch + 1} over the data"
+
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Losses only, without the loggers' version."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        return metrics
+
+
+class RunSummary(Callback):
+    """Collects the curves of a run, for a table of what came of it.
+
+    Where the sanity check covers all held-out text (`num_sanity_val_steps: -1`), its figures are those before training.
     """
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self) -> None:
         self.loss: list[float] = []
         self.held_out: list[dict[str, float]] = []
 
@@ -80,16 +94,12 @@ class RunSummary(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keeps the held-out figures."""
-        if not trainer.sanity_checking:
+        if not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf"):
             figures = {n: float(v) for n, v in trainer.callback_metrics.items() if n.startswith("val/")}
             self.held_out.append(figures)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Prints the table."""
-        self.console.print(self.table())
-
     def table(self) -> Table:
-        """First and last figures, and on held-out text the share of the teacher's span mass each router covers at equal rows."""
+        """First and last figures; on held-out text, what share of the teacher's span mass each router covers too."""
         table = Table("", "first", "last", title="Training summary", title_justify="left")
         if self.loss:
             n = max(1, round(_SHARE_OF_ENDS * len(self.loss)))

@@ -10,18 +10,18 @@ import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jsonargparse
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint, RichProgressBar
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from rich.console import Console
 
 from sekv.errors import DataError, SeKVError
-from train.callbacks import ProgressLines, RunSummary
+from train.callbacks import ProgressLines, RunSummary, TrainingBar
 from train.data import TextDataModule
 from train.export import read_checkpoint
 from train.module import SeKVModule
@@ -37,8 +37,10 @@ Train a SeKV adapter over a frozen backbone.
   sekv train --config configs/smollm2-135m.yaml --data LocalFiles --data.paths "[books/, papers.jsonl]"
   sekv train --config configs/demo.yaml --print_config                     see every value
 
-A run leaves RUNS/NAME/config.yaml, checkpoints/ (last and best by held-out loss: the adapter, never the backbone), csv/ and
-wandb/ (offline unless you are logged in; WANDB_MODE is respected). Then: sekv export RUNS/NAME/checkpoints/best.ckpt ADAPTER
+A run leaves RUNS/NAME/config.yaml, checkpoints/ (last and best by held-out loss: the adapter, never the backbone),
+csv/ and wandb/ (offline unless you are logged in; WANDB_MODE is respected). Then:
+
+  sekv export RUNS/NAME/checkpoints/best.ckpt ADAPTER
 """
 
 
@@ -64,6 +66,7 @@ class TrainCLI(LightningCLI):
 
     console: Console
     summary: RunSummary
+    best: ModelCheckpoint | None = None
 
     def __init__(self, args: ArgsType, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -111,7 +114,9 @@ class TrainCLI(LightningCLI):
             "--name", type=str | None, default=None, help="Name of the run's folder; backbone and time when not given."
         )
         parser.add_argument("--resume", type=str | None, default=None, help="A checkpoint to go on from, or 'last'.")
-        parser.add_argument("--overwrite", type=bool, default=False, help="Let the run replace an earlier one of its name.")
+        parser.add_argument(
+            "--overwrite", type=bool, default=False, help="Let the run replace an earlier one of its name."
+        )
         parser.add_argument("--save_every", type=int, default=100, help="Steps between saves of the last checkpoint.")
         parser.link_arguments("seed_everything", "model.seed", compute_fn=int)
         parser.link_arguments("seed_everything", "data.init_args.seed", compute_fn=int)
@@ -119,7 +124,7 @@ class TrainCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parses; Lightning would warn that arguments come from the caller, which is how `sekv` works."""
-        self.config = parser.parse_args(args)
+        self.config = parser.parse_args(cast(list[str], args))
 
     def before_instantiate_classes(self) -> None:
         """Fixes the run's folder and looks into the checkpoint to resume from, before any backbone loads.
@@ -142,7 +147,8 @@ class TrainCLI(LightningCLI):
             read_checkpoint(self.resume_from)
         elif not config.overwrite and self.checkpoint_dir.is_dir() and any(self.checkpoint_dir.iterdir()):
             raise DataError(
-                f"{self.run_dir} holds an earlier run; give another --name, --resume last to go on with it, or --overwrite true"
+                f"{self.run_dir} holds an earlier run; give another --name, --resume last to go on with it, "
+                "or --overwrite true"
             )
 
     def instantiate_classes(self) -> None:
@@ -161,7 +167,7 @@ class TrainCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """A trainer that writes into the run's folder."""
         options = self.config_init.trainer
-        self.summary = RunSummary(self.console)
+        self.summary = RunSummary()
         self.loggers = run_loggers(self.run_dir) if options.logger in (None, True) else []
         kwargs.update(
             default_root_dir=str(self.run_dir),
@@ -173,14 +179,15 @@ class TrainCLI(LightningCLI):
 
     def _callbacks(self, with_loggers: bool) -> list[Callback]:
         keep: dict[str, Any] = {"dirpath": self.checkpoint_dir, "save_top_k": 1, "enable_version_counter": False}
-        bar = RichProgressBar(leave=True) if self.console.is_terminal else ProgressLines(self.console)
+        bar = TrainingBar(leave=True) if self.console.is_terminal else ProgressLines(self.console)
         callbacks: list[Callback] = [
             bar,
             self.summary,
             ModelCheckpoint(filename="last", every_n_train_steps=self.config.save_every, **keep),
         ]
         if self.datamodule.val_sequences:
-            callbacks.append(ModelCheckpoint(filename="best", monitor="val/loss", save_on_train_epoch_end=False, **keep))
+            self.best = ModelCheckpoint(filename="best", monitor="val/loss", save_on_train_epoch_end=False, **keep)
+            callbacks.append(self.best)
         if with_loggers:
             callbacks.append(LearningRateMonitor("step"))
         return callbacks
@@ -197,9 +204,10 @@ class TrainCLI(LightningCLI):
             ckpt_path=str(self.resume_from) if self.resume_from else None,
             weights_only=True,
         )
-        last, best = self.checkpoint_dir / "last.ckpt", self.checkpoint_dir / "best.ckpt"
+        last = self.checkpoint_dir / "last.ckpt"
         self.trainer.save_checkpoint(last)
-        return best if best.is_file() else last
+        best = self.best.best_model_path if self.best is not None else ""  # a file may be left from a run replaced
+        return Path(best) if best else last
 
 
 def run_loggers(run_dir: Path) -> list[Logger]:
@@ -209,10 +217,9 @@ def run_loggers(run_dir: Path) -> list[Logger]:
     if mode == "disabled":
         return loggers
     offline = mode in ("offline", "dryrun") or (mode != "online" and not _logged_in_to_wandb())
-    import wandb
-
-    settings = wandb.Settings(silent=offline, console="off")
-    loggers.append(WandbLogger(name=run_dir.name, save_dir=run_dir, project="sekv", offline=offline, settings=settings))
+    if offline:  # nothing to tell: no address, no account
+        os.environ.setdefault("WANDB_SILENT", "true")
+    loggers.append(WandbLogger(name=run_dir.name, save_dir=run_dir, project="sekv", offline=offline))
     return loggers
 
 
@@ -235,7 +242,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     console = Console()
     errors = Console(stderr=True)
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     # Lightning warns about choices that are deliberate here: few data workers and a short logging interval.
     warnings.filterwarnings("ignore", module=r"lightning\.")
     cli: TrainCLI | None = None
@@ -250,8 +258,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         if cli is not None:
             _finish_wandb(cli)
+    console.print(cli.summary.table())
     console.print(f"Adapter trained: {checkpoint}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Next: sekv export {checkpoint} {cli.run_dir / 'adapter'}", markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"Next: sekv export {checkpoint} {cli.run_dir / 'adapter'}", markup=False, highlight=False, soft_wrap=True
+    )
     return 0
 
 

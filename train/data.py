@@ -1,7 +1,7 @@
 """Data modules: documents to batches of token ids.
 
-A source is a subclass of `TextDataModule` that says where documents come from; tokenising, cutting, the held-out split, shuffling and
-resuming are here once.
+A source is a subclass of `TextDataModule` that says where documents come from; tokenising, cutting, the held-out
+split, shuffling and resuming are here once.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def cut_to_sequences(
 ) -> Iterator[list[int]]:
     """Turns tokenised documents into training sequences.
 
-    A document longer than `length` is cut into pieces; a shorter one stays whole; documents below `min_length` are joined, with a
-    separator between them, until they fill a sequence. What is left below `min_length` is dropped.
+    A document longer than `length` is cut into pieces; a shorter one stays whole; documents below `min_length` are
+    joined, with a separator between them, until they fill a sequence. What is left below `min_length` is dropped.
 
     Args:
         documents: token ids.
@@ -82,7 +82,7 @@ class BatchStream(Sampler[list[int]]):
         return self.size // (self.batch_size * self.world_size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        """The batches from `position` to the end of its epoch. Prefetching does not move `position`; the loader does."""
+        """The batches from `position` to the end of its epoch; the loader moves `position`, not this."""
         epoch, first = divmod(self.position, len(self))
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         order = torch.randperm(self.size, generator=generator)
@@ -133,7 +133,8 @@ def collate(sequences: Sequence[Sequence[int]], pad: int = 0) -> dict[str, Tenso
 class TextDataModule(LightningDataModule):
     """Documents as training and validation batches of token ids.
 
-    A subclass names its texts in `sources`. One document in ten, chosen by a hash of its text, is held out for validation.
+    A subclass names its texts in `sources`. One document in ten, chosen by a hash of its text, is held out for
+    validation.
 
     Args:
         length: longest sequence in tokens.
@@ -202,13 +203,13 @@ class TextDataModule(LightningDataModule):
         result[True] = result[True][: self.val_sequences]
         if len(result[False]) < self.batch_size:
             raise DataError(
-                f"the training documents make {len(result[False])} sequences of {self.min_length} to {self.length} tokens, fewer than a "
-                f"batch of {self.batch_size}; add text, or lower data.min_length or data.batch_size"
+                f"the training documents make {len(result[False])} sequences of {self.min_length} to {self.length} "
+                f"tokens, fewer than a batch of {self.batch_size}; add text, or lower data.min_length or batch_size"
             )
         if self.val_sequences and not result[True]:
             raise DataError(
-                f"no held-out sequence of at least {self.min_length} tokens: one document in ten is held out, and those here are too few "
-                "or too short; add documents, lower data.min_length, or set data.val_sequences=0 to train without validation"
+                f"no held-out sequence of at least {self.min_length} tokens: one document in ten is held out, and "
+                "those here are too few or too short; add documents, lower data.min_length, or set data.val_sequences=0"
             )
         return result
 
@@ -250,7 +251,7 @@ def _in_turn(lists: list[list[list[int]]]) -> list[list[int]]:
 
 
 class BuiltinCorpus(TextDataModule):
-    """The documentation topics and the source files of the Python that runs the training: English and code, no download.
+    """The documentation topics and source files of the Python that runs the training: English and code, no download.
 
     Args:
         kinds: `english`, `code`, or both.

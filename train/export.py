@@ -41,7 +41,7 @@ def export_checkpoint(checkpoint: str | Path, directory: str | Path) -> Path:
     return adapter.save_pretrained(directory, extra=facts)
 
 
-def read_checkpoint(path: Path) -> tuple[SeKVAdapter, dict[str, Any]]:
+def read_checkpoint(path: Path) -> tuple[SeKVAdapter, Mapping[str, Any]]:
     """The adapter of a training checkpoint, and all of its content.
 
     Raises:
@@ -68,7 +68,9 @@ def read_checkpoint(path: Path) -> tuple[SeKVAdapter, dict[str, Any]]:
         raise AdapterError(f"{path} does not hold a complete adapter of this version of sekv: {reason}") from None
     broken = [name for name, parameter in adapter.named_parameters() if not bool(parameter.isfinite().all())]
     if broken:
-        raise AdapterError(f"{path} holds values that are not finite in {', '.join(broken)}; export an earlier checkpoint")
+        raise AdapterError(
+            f"{path} holds values that are not finite in {', '.join(broken)}; export an earlier checkpoint"
+        )
     return adapter, content
 
 

@@ -1,9 +1,10 @@
 """The four training losses (method section 1.6), pure functions of float32 tensors.
 
-Every loss returns one value per document [B]. A batch is worth the mean of its documents, whatever their lengths and span counts, so a
-batch of two equals the two separate steps.
+Every loss returns one value per document [B]. A batch is worth the mean of its documents, whatever their lengths and
+span counts, so a batch of two equals the two separate steps.
 
-Dimensions: B documents, H query heads, K KV heads, Q window queries, M mined queries, R rows, S spans (padded), r ranks.
+Dimensions: B documents, H query heads, K KV heads, Q window queries, M mined queries, R rows, S spans (padded),
+r ranks.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ class LossConfig:
         recon: weight of the share of spectral energy that the rank gates drop.
         budget: weight of expanded rows and ranks; annealed from 0 over the first half of training.
         rank: beta, weight of the ranks against the rows inside the budget loss.
-        labels: what a routing probability should be. `mass`: the share of the head's attention that lies on the span, times
-            `mass_scale` and at most 1. `cover`, as in the paper: 1 for the smallest set of spans that covers `coverage` of
-            the head's mass on spans. Measured on held-out text, `mass` ranks spans better (docs/router.md).
+        labels: what a routing probability should be. `mass`: the share of the head's attention that lies on the span,
+            times `mass_scale` and at most 1. `cover`, as in the paper: 1 for the smallest set of spans that covers
+            `coverage` of the head's mass on spans. Measured on held-out text, `mass` ranks spans better
+            (docs/router.md).
         mass_scale: factor on the share in `mass` labels.
         coverage: rho in (0, 1], the share in `cover` labels.
         positive: w_pos, weight of a label's positive part; the paper uses 10 with `cover`.

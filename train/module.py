@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
@@ -23,7 +24,7 @@ from train import losses
 from train.errors import ConfigError, DivergenceError
 from train.losses import LossConfig
 from train.objective import MiningConfig, Outcome, evaluate_batch
-from train.warmstart import WarmStartConfig, fit_routers, read_examples
+from train.warmstart import WarmStartConfig, fit_routers, read_example
 from train.windows import cut_documents, draw_cuts, smallest_context
 
 _REPORT_EVERY = 100  # steps of the warm start between two lines
@@ -111,7 +112,13 @@ class SeKVModule(LightningModule):
             raise ConfigError(f"model.query_window must be at least 1 token, got {query_window}")
         if not 0 <= warmup < 1:
             raise ConfigError(f"model.warmup is a share of the steps in [0, 1), got {warmup}")
-        self.query_window, self.lr, self.weight_decay, self.warmup, self.seed = query_window, lr, weight_decay, warmup, seed
+        self.query_window, self.lr, self.weight_decay, self.warmup, self.seed = (
+            query_window,
+            lr,
+            weight_decay,
+            warmup,
+            seed,
+        )
         self.backbone: Backbone | None = None  # not a torch module, so it enters neither parameters nor checkpoints
 
     def setup(self, stage: str) -> None:
@@ -127,8 +134,8 @@ class SeKVModule(LightningModule):
                 needed = self._smallest_context(budget, longest) + self.query_window
                 if needed > least:
                     raise DataError(
-                        f"a budget of {budget} needs documents of at least {needed} tokens ({self.query_window} of them the query "
-                        f"window), but data.min_length is {least}; raise data.min_length or the budget"
+                        f"a budget of {budget} needs documents of at least {needed} tokens ({self.query_window} of "
+                        f"them the query window), but data.min_length is {least}; raise data.min_length or the budget"
                     )
 
     def configure_model(self) -> None:
@@ -153,7 +160,7 @@ class SeKVModule(LightningModule):
         for i, ids in enumerate(sequences, start=1):
             batch = torch.tensor([ids], device=backbone.device)
             examples.append(
-                read_examples(
+                read_example(
                     backbone,
                     self.adapter,
                     batch,
@@ -228,11 +235,15 @@ class SeKVModule(LightningModule):
         Raises:
             DivergenceError: names the parameters and the step.
         """
-        broken = [n for n, p in self.adapter.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())]
+        broken = [
+            n for n, p in self.adapter.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
+        ]
         if broken:
-            raise DivergenceError(f"step {self.global_step}: the gradient of {', '.join(broken)} is not finite; lower model.lr")
+            raise DivergenceError(
+                f"step {self.global_step}: the gradient of {', '.join(broken)} is not finite; lower model.lr"
+            )
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a linear warm-up and a cosine to zero over all steps."""
         optimizer = torch.optim.AdamW(self.adapter.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         steps = self._total_steps
@@ -274,12 +285,14 @@ class SeKVModule(LightningModule):
     def _draw(self, batch: Mapping[str, Tensor]) -> Draw:
         """Budget and cut points of a step.
 
-        They depend on the seed and the count of batches only, so a resumed run draws what an uninterrupted one would; and the
-        documents of all ranks are drawn for together, so that splitting a batch over ranks changes nothing.
+        They depend on the seed and the count of batches only, so a resumed run draws what an uninterrupted one would;
+        and the documents of all ranks are drawn for together, so that splitting a batch over ranks changes nothing.
         """
         lengths = batch["attention_mask"].sum(dim=1)
         count, rank, world = len(lengths), self.global_rank, self.trainer.world_size
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.trainer.fit_loop.epoch_loop.total_batch_idx)
+        generator = torch.Generator().manual_seed(
+            self.seed * 1_000_003 + self.trainer.fit_loop.epoch_loop.total_batch_idx
+        )
         budget = self.budgets[int(torch.randint(len(self.budgets), (), generator=generator))]
         position = torch.rand(count * world, generator=generator)[rank::world]
         limit = cast(Backbone, self.backbone).geometry.max_positions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -81,7 +82,8 @@ def read_document(backbone: Backbone, input_ids: Tensor, mask: Tensor, window: i
     """
     if len(backbone.geometry.compressible) < backbone.geometry.num_layers:
         raise BackboneError(
-            f"{backbone.name} has layers with sliding-window or linear attention; training needs full attention in every layer"
+            f"{backbone.name} has layers with sliding-window or linear attention; training needs full attention in "
+            "every layer"
         )
     return prefill(backbone, input_ids, mask, surprisal=True, window=window)
 
@@ -194,17 +196,20 @@ def _layer_terms(
         targets = losses.zoom_targets(span_mass, config)
         measured = router_recall(trace, span_mass, mined, trace.scaling) if recall else {}
     student = torch.cat([trace.exact_mass, trace.span_mass, trace.window_mass[..., None]], dim=-1)
-    pairs = ((trace.sigma_key, trace.gate_key), (trace.sigma_value, trace.gate_value))
+    bases = ((trace.sigma_key, trace.gate_key), (trace.sigma_value, trace.gate_value))
+
+    def mean_of(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        return torch.stack([function(sigma, gate, mask) for sigma, gate in bases]).mean(dim=0)
+
     rows = losses.expected_rows(trace.expand_soft, trace.span_length, mask)
-    rank = sum(losses.expected_rank(sigma, gate, mask) for sigma, gate in pairs) / 2
     expanded = losses.masked_mean(trace.expand.detach(), mask[:, None, None])
     return {
         "attention": losses.distill_attention(mass, take_queries(student, mined)),
         "zoom": losses.zoom(take_queries(trace.alpha_logit, mined), targets, mask, config.positive),
-        "recon": sum(losses.recon(sigma, gate, mask) for sigma, gate in pairs) / 2,
-        "budget": rows + config.rank * rank,
+        "recon": mean_of(losses.recon),
+        "budget": rows + config.rank * mean_of(losses.expected_rank),
         "expansion": expanded,
-        "rank": sum(losses.effective_rank(sigma, gate, mask) for sigma, gate in pairs) / 2,
+        "rank": mean_of(losses.effective_rank),
         **{f"recall_{name}": value for name, value in measured.items()},
     }
 

@@ -13,7 +13,8 @@ from train.losses import masked_mean
 def router_recall(trace: LayerTrace, span_mass: Tensor, mined: Tensor, scaling: float) -> dict[str, Tensor]:
     """Share of the teacher's span mass that lies in the spans each router takes within the rows left for zooming.
 
-    Every router takes spans in its own order until the same rows are used up, thresholds aside, so the figures compare the orders only.
+    Every router takes spans in its own order until the same rows are used up, thresholds aside, so the figures compare
+    the orders only.
 
     Args:
         trace: one layer's decisions over the window.
@@ -22,7 +23,8 @@ def router_recall(trace: LayerTrace, span_mass: Tensor, mined: Tensor, scaling: 
         scaling: factor on q.k.
 
     Returns:
-        `learned`, `mean` (untrained inner product) and `oracle` (the teacher's own order), each [B]; 0 where there is no span mass.
+        `learned`, `mean` (untrained inner product) and `oracle` (the teacher's own order), each [B]; 0 where there is
+        no span mass.
     """
     kv_heads = trace.summary_key.shape[1]
     wanted = group_sum(span_mass, kv_heads)  # [B, K, M, S]

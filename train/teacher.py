@@ -1,9 +1,10 @@
-"""What the full cache does at the window's queries: attention rows, mined queries, mass per row of the memory (method section 1.6).
+"""What the full cache does at the window's queries: attention rows, mined queries, mass per row (method section 1.6).
 
 Attention is computed for query rows only, one layer at a time: O(M x N) memory, never N x N.
 
-Dimensions: B documents, H query heads, K KV heads (H = G * K), Q window queries, M mined queries, N tokens of context and window, C tokens
-of context (N = C + Q), R rows of the memory, d head dimension. Padding is on the left, so all windows end at token N.
+Dimensions: B documents, H query heads, K KV heads (H = G * K), Q window queries, M mined queries, N tokens of context
+and window, C tokens of context (N = C + Q), R rows of the memory, d head dimension. Padding is on the left, so all
+windows end at token N.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def attention_rows(query: Tensor, key: Tensor, index: Tensor, mask: Tensor, scal
 def far_share(attention: Tensor, index: Tensor, mask: Tensor, distance: Tensor, sinks: int) -> Tensor:
     """Share of a query's attention that lies `distance` or more tokens before it, averaged over heads.
 
-    The first `sinks` tokens of a document are left out: heads with nothing to look for rest on them, which is not a long-range need.
+    The first `sinks` tokens of a document are left out: heads with nothing to look for rest on them, which is not a
+    long-range need.
 
     Args:
         attention: [B, H, M, N].
@@ -61,7 +63,8 @@ def mine(
     """The window queries with the highest share of attention far before them.
 
     Args:
-        queries: rotated window queries [B, H, Q, d] of the layers to look at; a strided subset of layers is enough to rank positions.
+        queries: rotated window queries [B, H, Q, d] of the layers to look at; a strided subset of layers is enough to
+            rank positions.
         keys: their rotated keys [B, K, N, d].
         mask: True for real tokens [B, N].
         scaling: factor on q.k.

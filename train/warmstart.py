@@ -46,19 +46,23 @@ class WarmStartConfig:
     def __post_init__(self) -> None:
         if self.documents < 0 or self.steps < 1 or self.lr <= 0:
             raise ConfigError(
-                f"warm start needs documents >= 0, steps >= 1 and lr > 0, got {self.documents}, {self.steps} and {self.lr}"
+                "warm start needs documents >= 0, steps >= 1 and lr > 0, "
+                f"got {self.documents}, {self.steps} and {self.lr}"
             )
 
 
 @dataclass(frozen=True)
 class RouterExample:
-    """What one layer's router is fitted to, from one document.
+    """What the routers of all layers can learn from one document.
+
+    Dimensions: L layers, H query heads, K KV heads, M mined queries, S spans, d head dimension. Layers lie side by side
+    on the head axis, because a document's spans are the same in all of them.
 
     Attributes:
-        query: the teacher's rotated queries [1, H, M, d].
-        summary_key: [1, K, S, d].
+        query: the teacher's rotated queries [1, L * H, M, d].
+        summary_key: [1, L * K, S, d].
         length: tokens per span [1, S].
-        span_mass: the teacher's attention on each span [1, H, M, S].
+        span_mass: the teacher's attention on each span [1, L * H, M, S].
         zoom_rows: rows left for zooming [1].
     """
 
@@ -69,61 +73,7 @@ class RouterExample:
     zoom_rows: Tensor
 
 
-def fit_routers(
-    adapter: SeKVAdapter,
-    documents: Sequence[Sequence[RouterExample]],
-    config: WarmStartConfig,
-    loss_config: LossConfig,
-    on_step: Callable[[int, float], None] | None = None,
-) -> None:
-    """Sets projections, scales, biases and thresholds of all layers in place.
-
-    Args:
-        adapter: its routers are overwritten; the rank gate is left alone.
-        documents: per document, one example for each of the adapter's layers.
-        config: how long.
-        loss_config: the zoom loss that is minimised.
-        on_step: called with the step and the loss.
-    """
-    with torch.no_grad():
-        for i, examples in enumerate(zip(*documents, strict=True)):
-            _start_from_statistics(adapter, i, examples)
-    slow = [adapter.projection]
-    fast = [adapter.log_scale, adapter.length_raw, adapter.bias]
-    optimizer = torch.optim.Adam([{"params": slow, "lr": config.lr}, {"params": fast, "lr": 10 * config.lr}])
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
-    with torch.enable_grad():
-        for step in range(config.steps):
-            examples = documents[step % len(documents)]
-            terms = [
-                losses.zoom(
-                    _logits(adapter, layer, example),
-                    losses.zoom_targets(example.span_mass, loss_config),
-                    example.length > 0,
-                    loss_config.positive,
-                )
-                for layer, example in zip(adapter.layers, examples, strict=True)
-            ]
-            loss = torch.cat(terms).mean()
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-            schedule.step()
-            if on_step is not None:
-                on_step(step, float(loss.detach()))
-    optimizer.zero_grad()
-    with torch.no_grad():
-        levels = [
-            _marginal_alpha(adapter, layer, examples)
-            for layer, examples in zip(adapter.layers, zip(*documents, strict=True), strict=True)
-        ]
-        levels_per_head = torch.stack(levels)[:, None].expand(len(levels), adapter.bias.shape[1])
-        if adapter.threshold_logit.shape[0] == 1:  # one global threshold
-            levels_per_head = levels_per_head.mean().reshape(1, 1)
-        adapter.threshold_logit.copy_(torch.logit(levels_per_head, eps=1e-4))
-
-
-def read_examples(
+def read_example(
     backbone: Backbone,
     adapter: SeKVAdapter,
     input_ids: Tensor,
@@ -131,8 +81,8 @@ def read_examples(
     window: int,
     budget: Budget,
     mining: MiningConfig,
-) -> list[RouterExample]:
-    """What the routers of all layers can learn from one document; a single pass of the backbone.
+) -> RouterExample:
+    """Reads one document; a single pass of the backbone.
 
     Args:
         backbone: frozen.
@@ -148,50 +98,95 @@ def read_examples(
     plan = policy.prepare(context, budget)
     mined = mine_queries(document, window, mining)
     weights = policy.token_weights(context)
-    examples = []
+    n_exact = plan.segmentation.exact_index.shape[1]
+    queries, keys, masses = [], [], []
     for layer in adapter.layers:
-        rows = span_rows(context.key_value(layer)[0], plan.tokens)
-        mass = teacher_mass(document, layer, plan.segmentation, mined, window)
-        examples.append(
-            RouterExample(
-                query=take_queries(window_queries(document, layer), mined).float(),
-                summary_key=summarise(rows, plan.tokens, weights),
-                length=plan.segmentation.span_length,
-                span_mass=mass[..., plan.segmentation.exact_index.shape[1] : -1],
-                zoom_rows=plan.zoom_rows,
-            )
-        )
-    return examples
+        queries.append(take_queries(window_queries(document, layer), mined).float())
+        keys.append(summarise(span_rows(context.key_value(layer)[0], plan.tokens), plan.tokens, weights).float())
+        masses.append(teacher_mass(document, layer, plan.segmentation, mined, window)[..., n_exact:-1])
+    return RouterExample(
+        query=torch.cat(queries, dim=1),
+        summary_key=torch.cat(keys, dim=1),
+        length=plan.segmentation.span_length,
+        span_mass=torch.cat(masses, dim=1),
+        zoom_rows=plan.zoom_rows,
+    )
 
 
-def _logits(adapter: SeKVAdapter, layer: int, example: RouterExample) -> Tensor:
-    router = adapter.router(layer)
+def fit_routers(
+    adapter: SeKVAdapter,
+    examples: Sequence[RouterExample],
+    config: WarmStartConfig,
+    loss_config: LossConfig,
+    on_step: Callable[[int, float], None] | None = None,
+) -> None:
+    """Sets projections, scales, biases and thresholds of all layers in place.
+
+    Args:
+        adapter: its routers are overwritten; the rank gate is left alone.
+        examples: one for each document.
+        config: how long.
+        loss_config: the zoom loss that is minimised.
+        on_step: called with the step and the loss.
+    """
+    _start_from_statistics(adapter, examples)
+    optimizer = torch.optim.Adam(
+        [
+            {"params": [adapter.projection], "lr": config.lr},
+            {"params": [adapter.log_scale, adapter.length_raw, adapter.bias], "lr": 10 * config.lr},
+        ]
+    )
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
+    targets = [losses.zoom_targets(example.span_mass, loss_config) for example in examples]
+    for step in range(config.steps):
+        example, target = examples[step % len(examples)], targets[step % len(examples)]
+        with torch.enable_grad():
+            logits = example_logits(adapter, example)
+            loss = losses.zoom(logits, target, example.length > 0, loss_config.positive).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        if on_step is not None:
+            on_step(step, float(loss.detach()))
+    optimizer.zero_grad()
+    _set_thresholds(adapter, examples)
+
+
+def example_logits(adapter: SeKVAdapter, example: RouterExample) -> Tensor:
+    """Logits of alpha for all layers' heads [1, L * H, M, S]."""
+    router = adapter.joint_router()
     norm = summary_norm(router, example.summary_key)
     return routing_logits(router, example.query, example.summary_key, norm, example.length)
 
 
-def _start_from_statistics(adapter: SeKVAdapter, i: int, examples: Sequence[RouterExample]) -> None:
-    """Projects onto the directions in which queries and (centred) summary keys vary together; scales logits like q.k."""
-    heads, routing_dim, dim = adapter.projection.shape[1:]
-    query = torch.cat([example.query[0] for example in examples], dim=1)  # [H, samples, d]
-    keys = torch.cat([example.summary_key[0, :, example.length[0] > 0].float() for example in examples], dim=1)
-    keys = keys.repeat_interleave(heads // keys.shape[0], dim=0)
+@torch.no_grad()
+def _start_from_statistics(adapter: SeKVAdapter, examples: Sequence[RouterExample]) -> None:
+    """Projects onto the directions in which queries and summary keys vary together; scales logits like q.k."""
+    n_layers, n_heads, routing_dim, dim = adapter.projection.shape
+    query = torch.cat([example.query[0] for example in examples], dim=1)  # [L * H, samples, d]
+    keys = torch.cat([example.summary_key[0, :, example.length[0] > 0] for example in examples], dim=1)
+    keys = keys.repeat_interleave(len(query) // len(keys), dim=0)
     centred = keys - keys.mean(dim=1, keepdim=True)
-    query_moment = query.mT @ query / query.shape[1]
-    key_moment = centred.mT @ centred / keys.shape[1]
-    joint = query_moment @ key_moment
-    directions = torch.linalg.eigh((joint + joint.mT) / 2).eigenvectors[..., -routing_dim:]
-    adapter.projection[i] = directions.mT
-    norm = einsum(keys, adapter.projection[i], "h s d, h r d -> h s r").norm(dim=-1).mean(dim=-1)
-    adapter.log_scale[i] = torch.log(norm.clamp_min(1e-6) * (routing_dim / dim) ** 0.5)
-    adapter.bias[i] = _STARTING_BIAS
+    joint = (query.mT @ query / query.shape[1]) @ (centred.mT @ centred / keys.shape[1])
+    directions = torch.linalg.eigh((joint + joint.mT) / 2).eigenvectors[..., -routing_dim:].mT
+    norm = einsum(keys, directions, "h s d, h r d -> h s r").norm(dim=-1).mean(dim=-1)
+    scale = norm.clamp_min(1e-6) * (routing_dim / dim) ** 0.5
+    adapter.projection.copy_(directions.reshape_as(adapter.projection))
+    adapter.log_scale.copy_(scale.log().reshape(n_layers, n_heads))
+    adapter.bias.fill_(_STARTING_BIAS)
 
 
-def _marginal_alpha(adapter: SeKVAdapter, layer: int, examples: Sequence[RouterExample]) -> Tensor:
-    """The level of alpha at which a query's rows are usually used up: the lower quartile over queries and groups."""
+@torch.no_grad()
+def _set_thresholds(adapter: SeKVAdapter, examples: Sequence[RouterExample]) -> None:
+    """Sets each layer's thresholds to the alpha at which a query's rows are usually used up: the lower quartile."""
+    n_layers = adapter.projection.shape[0]
     marginal = []
     for example in examples:
-        alpha = group_max(torch.sigmoid(_logits(adapter, layer, example)), example.summary_key.shape[1])
+        alpha = group_max(torch.sigmoid(example_logits(adapter, example)), example.summary_key.shape[1])
         chosen = select_spans(alpha, example.length[:, None, None], example.zoom_rows[:, None, None])
-        marginal.append(torch.where(chosen, alpha, 1.0).amin(dim=-1).flatten())
-    return torch.cat(marginal).quantile(0.25)
+        marginal.append(torch.where(chosen, alpha, 1.0).amin(dim=-1).reshape(n_layers, -1))
+    level = torch.cat(marginal, dim=1).quantile(0.25, dim=1, keepdim=True)  # [L, 1]
+    if adapter.threshold_logit.shape[0] == 1:  # one global threshold
+        level = level.mean(dim=0, keepdim=True)
+    adapter.threshold_logit.copy_(torch.logit(level, eps=1e-4).expand_as(adapter.threshold_logit))

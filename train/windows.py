@@ -50,8 +50,9 @@ def draw_cuts(lengths: Tensor, position: Tensor, window: int, smallest: int) -> 
     room = lengths - window - smallest
     if bool((room < 0).any()):
         raise DataError(
-            f"a document of {int(lengths.min())} tokens is too short to train on: a context of {smallest} tokens (the least this budget "
-            f"allows) and a query window of {window} need {smallest + window}; raise data.min_length or the budget"
+            f"a document of {int(lengths.min())} tokens is too short to train on: a context of {smallest} tokens (the "
+            f"least this budget allows) and a query window of {window} need {smallest + window}; raise data.min_length "
+            "or the budget"
         )
     return smallest + (position.to(lengths.device) * (room + 1)).long()
 

@@ -18,7 +18,20 @@ from train.module import SeKVModule
 from train.objective import MiningConfig
 from train.warmstart import WarmStartConfig
 
-WORDS = "span anchor summary basis rank gate router budget prefill decode query layer head token row host".split()
+WORDS = [
+    "span",
+    "anchor",
+    "summary",
+    "basis",
+    "rank",
+    "gate",
+    "router",
+    "budget",
+    "prefill",
+    "decode",
+    "query",
+    "layer",
+]
 ADAPTER = SeKVConfig(routing_dim=8, max_rank=4, gate_hidden=8, max_span=16)
 
 

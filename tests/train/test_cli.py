@@ -54,7 +54,7 @@ def test_a_run_leaves_checkpoints_curves_and_its_configuration(config, capsys):
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
     for path in (run / "checkpoints").iterdir():
         assert torch.load(path, weights_only=True)["global_step"] in (2, 4)
-    rows = list(csv.DictReader((run / "csv" / "version_0" / "metrics.csv").open()))
+    rows = list(csv.DictReader((run / "csv" / "version_0" / "metrics.csv").read_text().splitlines()))
     assert sum(bool(row["train/loss"]) for row in rows) == 4
     assert {"train/zoom", "val/recall_learned", "val/recall_mean", "val/recall_oracle", "train/rank"} <= set(rows[0])
     printed = capsys.readouterr().out
@@ -78,7 +78,9 @@ def test_the_saved_configuration_repeats_the_run(config, tmp_path):
 def test_a_second_configuration_and_the_command_line_override(config, tmp_path):
     more = tmp_path / "more.yaml"
     more.write_text("model: {adapter: {anchors: false}, lr: 0.5}\n")
-    assert main(["--config", str(config), "--config", str(more), "--model.lr", "0.002", "--trainer.max_steps", "2"]) == 0
+    assert (
+        main(["--config", str(config), "--config", str(more), "--model.lr", "0.002", "--trainer.max_steps", "2"]) == 0
+    )
     content = torch.load(run_folder(config) / "checkpoints" / "last.ckpt", weights_only=True)
     assert content["hyper_parameters"]["lr"] == 0.002
     assert content["hyper_parameters"]["adapter"]["anchors"] is False
@@ -100,6 +102,10 @@ def test_an_earlier_run_is_not_overwritten_unless_told(config, capsys):
     assert "holds an earlier run" in capsys.readouterr().err
     assert (run_folder(config) / "checkpoints" / "last.ckpt").read_bytes() == before
     assert main(["--config", str(config), "--overwrite", "true"]) == 0
+    assert (run_folder(config) / "checkpoints" / "best.ckpt").exists()
+    capsys.readouterr()
+    assert main(["--config", str(config), "--overwrite", "true", "--data.val_sequences", "0"]) == 0
+    assert "checkpoints/last.ckpt" in capsys.readouterr().out  # not the best of the run that was replaced
 
 
 def test_the_exported_adapter_loads_and_equals_the_trained_one(config, make_tiny_backbone):
@@ -114,6 +120,7 @@ def test_the_exported_adapter_loads_and_equals_the_trained_one(config, make_tiny
 def test_wandb_works_offline_without_account_or_network(config, monkeypatch, tmp_path):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there

@@ -55,7 +55,7 @@ def test_a_few_steps_lower_the_loss_and_move_only_the_adapter(make_module, make_
 
 
 def test_three_steps_resume_and_three_more_equal_six(make_module, make_data, make_trainer, tmp_path):
-    """Across an epoch boundary, with random cuts and budgets: the samples, the schedule and the optimiser all continue."""
+    """Across an epoch boundary, with random cuts and budgets: samples, schedule and optimiser all continue."""
 
     def run(stop, ckpt=None, save=None):
         module, curve = make_module(), Curve(stop)
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_backbone_is_refused(
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     other = make_module()
     other.backbone = make_tiny_backbone("llama", seed=7)
-    with pytest.raises(AdapterError, match="trained over another backbone.*weights of layer 0"):
+    with pytest.raises(AdapterError, match=r"trained over another backbone.*weights of layer 0"):
         make_trainer(max_steps=2).fit(other, datamodule=make_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True)
 
 
@@ -189,7 +189,7 @@ def test_impossible_settings_are_refused(make_module, options, error, message):
 
 
 def test_endless_training_is_refused(make_module, make_data, make_trainer):
-    with pytest.raises(ConfigError, match="set trainer.max_steps"):
+    with pytest.raises(ConfigError, match=r"set trainer\.max_steps"):
         make_trainer(max_epochs=-1).fit(make_module(), datamodule=make_data())
 
 

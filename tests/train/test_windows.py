@@ -30,7 +30,7 @@ def test_cuts_cover_the_whole_range_and_never_leave_it():
 
 
 def test_a_short_document_is_refused_with_the_length_it_needs():
-    with pytest.raises(DataError, match="document of 13 tokens is too short.*need 14"):
+    with pytest.raises(DataError, match=r"document of 13 tokens is too short.*need 14"):
         draw_cuts(torch.tensor([30, 13]), torch.zeros(2), window=4, smallest=10)
 
 
