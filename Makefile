@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What the environment was made with: another choice of torch installs anew.
 CHOICE := $(VENV)/.choice
-CHECKED := sekv train tests
+CHECKED := sekv train tests benchmarks
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 

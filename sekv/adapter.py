@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sekv.backbone import Backbone, compare_fingerprints
 from sekv.errors import AdapterError, PolicyError
+from sekv.segmentation import SegmentationConfig
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -48,7 +49,7 @@ class SeKVConfig:
     gate_hidden: int = 32
     alpha: float = 1.0
     min_span: int = 4
-    max_span: int = 64
+    max_span: int = 32
     persistent_share: float = 0.5
     segmentation: str = "surprisal"
     anchors: bool = True
@@ -59,7 +60,6 @@ class SeKVConfig:
 
     def __post_init__(self) -> None:
         choices = {
-            "segmentation": ("surprisal", "fixed"),
             "summary_weights": ("surprisal", "uniform"),
             "rope": ("pre", "post"),
             "threshold": ("head", "global"),
@@ -70,6 +70,19 @@ class SeKVConfig:
         for name in ("routing_dim", "max_rank", "gate_hidden"):
             if getattr(self, name) < 1:
                 raise PolicyError(f"{name} must be at least 1, got {getattr(self, name)}")
+        self.cutting()  # refuses what no context can be cut by
+
+    def cutting(self, **protected: int) -> SegmentationConfig:
+        """How contexts are cut; `sinks` and `tail` are the policy's to say."""
+        return SegmentationConfig(
+            alpha=self.alpha,
+            min_span=self.min_span,
+            max_span=self.max_span,
+            persistent_share=self.persistent_share,
+            method=self.segmentation,
+            anchors=self.anchors,
+            **protected,
+        )
 
 
 class LayerRouter(NamedTuple):

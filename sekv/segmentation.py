@@ -30,7 +30,7 @@ class SegmentationConfig:
 
     alpha: float = 1.0
     min_span: int = 4
-    max_span: int = 64
+    max_span: int = 32
     persistent_share: float = 0.5
     sinks: int = 4
     tail: int = 32

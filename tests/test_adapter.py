@@ -148,3 +148,5 @@ def test_bad_settings():
         SeKVConfig(rope="none")
     with pytest.raises(PolicyError, match="max_rank must be at least 1"):
         SeKVConfig(max_rank=0)
+    with pytest.raises(PolicyError, match="segmentation 'words' is unknown"):
+        SeKVConfig(segmentation="words")

@@ -19,7 +19,6 @@ from sekv.adapter import SeKVAdapter, SeKVConfig
 from sekv.backbone import DEFAULT_BACKBONE, Backbone, compare_fingerprints, load_backbone
 from sekv.budget import Budget
 from sekv.errors import AdapterError, BudgetError, DataError
-from sekv.segmentation import SegmentationConfig
 from train import losses
 from train.errors import ConfigError, DivergenceError
 from train.losses import LossConfig
@@ -299,8 +298,7 @@ class SeKVModule(LightningModule):
         return Draw(budget, draw_cuts(lengths, position, self.query_window, self._smallest_context(budget, limit)))
 
     def _smallest_context(self, budget: Budget, limit: int) -> int:
-        config = self.adapter_config  # the other constants do not change what a budget must hold
-        return smallest_context(budget, SegmentationConfig(min_span=config.min_span, max_span=config.max_span), limit)
+        return smallest_context(budget, self.adapter_config.cutting(), limit)
 
     def _report_divergence(self, what: str, batch: Mapping[str, Tensor], draw: Draw) -> str:
         path = Path(self.trainer.default_root_dir) / f"divergence-step-{self.global_step}.safetensors"

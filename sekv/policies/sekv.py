@@ -16,7 +16,7 @@ from sekv.memory import Rope, SpanTokens, build_memory
 from sekv.policies.base import Policy, check_minimum, compress
 from sekv.prefill import Prefill
 from sekv.routing import ROUTINGS
-from sekv.segmentation import SegmentationConfig, segment
+from sekv.segmentation import segment
 from sekv.stores.base import Store
 from sekv.stores.spans import DifferentiableSpanStore, OffloadedSpanStore, Routing, SpanPlan
 
@@ -74,16 +74,7 @@ class SeKVPolicy(Policy):
         self._config = replace(base, **given)
         if self.adapter is not None and self._config.max_rank > self.adapter.config.max_rank:
             raise PolicyError(f"max_rank {self._config.max_rank} exceeds the adapter's {self.adapter.config.max_rank}")
-        self._segmentation = SegmentationConfig(
-            alpha=self._config.alpha,
-            min_span=self._config.min_span,
-            max_span=self._config.max_span,
-            persistent_share=self._config.persistent_share,
-            sinks=self.sinks,
-            tail=self.tail,
-            method=self._config.segmentation,
-            anchors=self._config.anchors,
-        )
+        self._segmentation = self._config.cutting(sinks=self.sinks, tail=self.tail)
 
     def prepare(self, prefill: Prefill, budget: Budget) -> SpanPlan:
         """Cuts the contexts and sees what is left for zooming."""

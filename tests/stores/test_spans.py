@@ -12,6 +12,7 @@ from sekv.adapter import SeKVAdapter, SeKVConfig
 from sekv.backbone import Backbone
 from sekv.budget import Budget
 from sekv.cache import CompressedCache, StoreLayer
+from sekv.corpus import builtin_english
 from sekv.policies.base import compress
 from sekv.policies.sekv import SeKVPolicy, training_cache
 from sekv.prefill import prefill
@@ -235,3 +236,16 @@ def test_per_head_masks_zoom_no_more_than_the_union(tiny_backbone):
     assert per_head.shape[1] == 4 and shared._choose(query, 0.25, shared._exact_rows(1, None)).shape[1] == 2
     out = single.attend(query, 0.25, None)
     assert bool(out.isfinite().all()) and single.meter.mean_rows <= 120
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rope", ["pre", "post"])
+def test_the_identity_holds_on_the_real_model(smollm2, rope):
+    ids = smollm2.tokenizer(builtin_english()[0], return_tensors="pt").input_ids
+    context, question = ids[:, :500], ids[:, 500:510]
+    full = question_logits(smollm2, None, context, question)
+    for keep_raw in (True, False):
+        cache = everything_zoomed(smollm2, context, rope=rope, keep_raw=keep_raw)
+        logits = question_logits(smollm2, cache, context, question)
+        torch.testing.assert_close(logits, full, atol=1e-4, rtol=1e-4)
+        assert cache.mean_rows == pytest.approx(500)

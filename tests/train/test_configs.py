@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from sekv.adapter import SeKVConfig
-from sekv.segmentation import SegmentationConfig
 from train.cli import TrainCLI
 from train.losses import LossConfig
 from train.module import SeKVModule
@@ -44,7 +43,7 @@ def test_documents_are_long_enough_for_every_budget(file, monkeypatch, tmp_path)
     monkeypatch.chdir(tmp_path)
     cli = load(file)
     adapter = cli.model.adapter_config
-    segmentation = SegmentationConfig(min_span=adapter.min_span, max_span=adapter.max_span)
+    segmentation = adapter.cutting()
     for budget in (*cli.model.budgets, cli.model.val_budget):
         smallest = smallest_context(budget, segmentation, cli.datamodule.length)
         assert smallest + cli.model.query_window <= cli.datamodule.min_length
