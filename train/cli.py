@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import netrc
 import os
 import re
 import sys
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import jsonargparse
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -226,9 +228,11 @@ def run_loggers(run_dir: Path) -> list[Logger]:
 def _logged_in_to_wandb() -> bool:
     if os.environ.get("WANDB_API_KEY"):
         return True
-    import requests.utils
-
-    return requests.utils.get_netrc_auth(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")) is not None
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):  # no such file, or not one to be read
+        return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
