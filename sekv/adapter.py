@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import safetensors
 import torch
@@ -22,6 +22,8 @@ from sekv.segmentation import SegmentationConfig
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 FORMAT_VERSION = 1
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class SeKVConfig:
         summary_weights: `surprisal`, or `uniform` (ablation).
         rope: factor keys `pre` or `post` rotation.
         share_group: all heads of a KV group attend to the union of their spans; False gives per-head masks.
+        zoom: False never zooms: summaries stand for all spans, nothing is rebuilt (ablation).
         threshold: `head` for one threshold per layer and head, `global` for a single one (ablation).
     """
 
@@ -56,6 +59,7 @@ class SeKVConfig:
     summary_weights: str = "surprisal"
     rope: str = "pre"
     share_group: bool = True
+    zoom: bool = True
     threshold: str = "head"
 
     def __post_init__(self) -> None:
@@ -247,11 +251,17 @@ class SeKVAdapter(nn.Module):
 
         Returns:
             The directory.
+
+        Raises:
+            AdapterError: the directory cannot be made.
         """
         from sekv import __version__
 
         folder = Path(directory)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise AdapterError(f"the adapter's folder {folder} cannot be made: {error.strerror}") from None
         payload = {
             "format_version": FORMAT_VERSION,
             "sekv_version": __version__,
@@ -262,10 +272,16 @@ class SeKVAdapter(nn.Module):
         }
         tensors = {name: p.detach().cpu().contiguous() for name, p in self.state_dict().items()}
         weights, config = folder / (WEIGHTS_NAME + ".tmp"), folder / (CONFIG_NAME + ".tmp")
-        save_file(tensors, weights)
-        config.write_text(json.dumps(payload, indent=2) + "\n")
-        os.replace(weights, folder / WEIGHTS_NAME)
-        os.replace(config, folder / CONFIG_NAME)
+        try:
+            save_file(tensors, weights)
+            config.write_text(json.dumps(payload, indent=2) + "\n")
+            os.replace(weights, folder / WEIGHTS_NAME)
+            os.replace(config, folder / CONFIG_NAME)
+        except safetensors.SafetensorError as error:  # how the library reports a disk that cannot be written
+            raise AdapterError(f"{folder / WEIGHTS_NAME} cannot be written ({error})") from None
+        finally:
+            for temporary in (weights, config):
+                temporary.unlink(missing_ok=True)
         return folder
 
     @classmethod
@@ -280,8 +296,8 @@ class SeKVAdapter(nn.Module):
             The adapter in evaluation mode.
 
         Raises:
-            AdapterError: a file is missing or corrupt, tensors are missing, unexpected or misshapen, or the
-                backbone is not the one the adapter was trained for.
+            AdapterError: a file is missing or corrupt, tensors are missing, unexpected, misshapen or not finite, or
+                the backbone is not the one the adapter was trained for.
         """
         folder = Path(directory)
         payload = read_adapter_config(folder)
@@ -315,6 +331,11 @@ class SeKVAdapter(nn.Module):
         ]
         if problems:
             raise AdapterError(f"{path} does not fit its {CONFIG_NAME}: {'; '.join(problems)}")
+        broken = [f"'{name}'" for name in sorted(tensors) if not bool(tensors[name].isfinite().all())]
+        if broken:
+            raise AdapterError(
+                f"{path} holds values that are not finite in {', '.join(broken)}; export an earlier checkpoint"
+            )
         self.load_state_dict(tensors)
 
 
@@ -328,8 +349,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise AdapterError(f"{path} does not exist; give a folder made by `sekv export` (it holds {CONFIG_NAME})")
     try:
-        payload = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        payload = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise AdapterError(f"{path} is not valid JSON ({error}); export the adapter again") from None
     if not isinstance(payload, dict) or payload.get("format_version") != FORMAT_VERSION:
         found = payload.get("format_version") if isinstance(payload, dict) else None
@@ -347,15 +368,45 @@ def _config(values: Mapping[str, Any], folder: Path) -> SeKVConfig:
         raise AdapterError(
             f"{folder / CONFIG_NAME} has unknown settings {', '.join(unknown)}; known: {', '.join(sorted(known))}"
         )
+    hints = get_type_hints(SeKVConfig)
+    for name, value in values.items():
+        if not _is_a(value, hints[name]):
+            raise AdapterError(f"{folder / CONFIG_NAME}: {name} is {value!r}, expected {_KINDS[hints[name]]}")
     try:
         return SeKVConfig(**values)
-    except (TypeError, PolicyError) as error:
+    except PolicyError as error:
         raise AdapterError(f"{folder / CONFIG_NAME}: {error}") from None
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    """Whether a JSON value can stand for a setting: whole numbers are numbers, true and false are not."""
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind
 
 
 def _shape(fingerprint: Mapping[str, Any], folder: Path) -> tuple[list[int], int, int]:
     """Compressible layers, query heads and head dimension of the backbone the adapter was made for."""
-    try:
-        return list(fingerprint["compressible"]), int(fingerprint["num_heads"]), int(fingerprint["head_dim"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise AdapterError(f"{folder / CONFIG_NAME}: the backbone's fingerprint is incomplete ({error})") from None
+    checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "compressible": (_is_list(lambda layer: _is_a(layer, int) and layer >= 0), "a list of layers"),
+        "num_heads": (lambda value: _is_a(value, int) and value > 0, "a whole number above 0"),
+        "head_dim": (lambda value: _is_a(value, int) and value > 0, "a whole number above 0"),
+        "weight_sketch": (_is_sketch, "lists of numbers by layer"),
+    }
+    for name, (fits, expected) in checks.items():
+        if name not in fingerprint:
+            raise AdapterError(f"{folder / CONFIG_NAME}: the backbone's fingerprint lacks {name}")
+        if not fits(fingerprint[name]):
+            raise AdapterError(
+                f"{folder / CONFIG_NAME}: {name} of the backbone is {fingerprint[name]!r}, expected {expected}"
+            )
+    return list(fingerprint["compressible"]), fingerprint["num_heads"], fingerprint["head_dim"]
+
+
+def _is_list(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and bool(value) and all(map(fits, value))
+
+
+def _is_sketch(value: Any) -> bool:
+    numbers = _is_list(lambda number: _is_a(number, float))
+    return isinstance(value, dict) and all(map(numbers, value.values()))

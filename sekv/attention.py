@@ -43,7 +43,7 @@ def mixed_attention(query: Tensor, row_sets: list[RowSet], scaling: float) -> tu
     """
     batch, heads, n_queries, dim = query.shape
     kv_heads = row_sets[0].key.shape[1]
-    grouped = query.reshape(batch, kv_heads, heads // kv_heads * n_queries, dim)
+    grouped = query.float().reshape(batch, kv_heads, heads // kv_heads * n_queries, dim)
     shape = (batch, kv_heads, heads // kv_heads, n_queries, -1)
     logits = torch.cat([_logits(grouped, rows, shape, scaling) for rows in row_sets], dim=-1)
     # A query without visible rows (padding of a batch) gets zeros instead of NaN.
@@ -56,7 +56,7 @@ def mixed_attention(query: Tensor, row_sets: list[RowSet], scaling: float) -> tu
     mass = weights / weights.sum(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     masses = list(mass.split(sizes, dim=-1))
     output = sum(
-        (m.reshape(batch, kv_heads, -1, m.shape[-1]).to(rows.value.dtype) @ rows.value).float()
+        m.reshape(batch, kv_heads, -1, m.shape[-1]) @ rows.value.float()
         for m, rows in zip(masses, row_sets, strict=True)
     )
     assert isinstance(output, Tensor)
@@ -64,7 +64,8 @@ def mixed_attention(query: Tensor, row_sets: list[RowSet], scaling: float) -> tu
 
 
 def _logits(grouped: Tensor, rows: RowSet, shape: tuple[int, ...], scaling: float) -> Tensor:
-    logits = (grouped @ rows.key.mT).float().reshape((*shape[:-1], rows.key.shape[2])) * scaling
+    # In float32 from the start: half precision would round the logits, and overflow on large queries.
+    logits = ((grouped * scaling) @ rows.key.float().mT).reshape((*shape[:-1], rows.key.shape[2]))
     if rows.bias is not None:
         logits = logits + rows.bias
     if rows.visible is not None:

@@ -66,6 +66,9 @@ class Geometry:
         _refuse_unsupported(config, what)
         layer_types, _ = get_layer_types_and_kwargs(config)
         compressible = tuple(i for i, kind in enumerate(layer_types) if kind == "full_attention")
+        max_positions = getattr(config, "max_position_embeddings", None)
+        if not isinstance(max_positions, int):
+            raise BackboneError(f"{what} states no max_position_embeddings; give a RoPE model, such as Llama or Qwen")
         if not compressible:
             kinds = ", ".join(sorted(set(layer_types)))
             raise BackboneError(f"{what} has no full-attention layer, nothing to compress (its layers: {kinds})")
@@ -80,7 +83,7 @@ class Geometry:
             head_dim=head_dim,
             hidden_size=config.hidden_size,
             vocab_size=config.vocab_size,
-            max_positions=config.max_position_embeddings,
+            max_positions=max_positions,
             compressible=compressible,
         )
 
@@ -341,6 +344,9 @@ def _compare_sketches(saved: dict[str, list[float]], current: dict[str, list[flo
     lines = []
     for layer in current:
         old, new = (torch.tensor(v, dtype=torch.float64) for v in (saved[layer], current[layer]))
+        if old.shape != new.shape:
+            lines.append(f"weight_sketch of layer {layer}: the adapter's has another length")
+            continue
         cosine = float(torch.nn.functional.cosine_similarity(old, new, dim=0))
         if not cosine >= _SKETCH_COSINE:
             lines.append(f"weights of layer {layer}: another model of the same shape (sketch cosine {cosine:.2f})")
@@ -375,8 +381,12 @@ def _pick_device(device: str) -> torch.device:
         picked = torch.device(device)
     except RuntimeError as error:
         raise BackboneError(f"unknown device '{device}'; give auto, cpu, cuda or cuda:N") from error
-    if picked.type == "cuda" and (picked.index or 0) >= torch.cuda.device_count():
-        raise BackboneError(f"device '{device}' does not exist here; give cpu, or auto to take what there is")
+    try:
+        torch.zeros(1, device=picked).item()
+    except (RuntimeError, AssertionError, ImportError) as error:  # each kind of device is missing in its own way
+        raise BackboneError(
+            f"device '{device}' does not exist here; give cpu, or auto to take what there is"
+        ) from error
     return picked
 
 

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from sekv.stores.base import Meter, Store
+from sekv.stores.base import Store, tensor_bytes
 
 ATTENTION_NAME = "sekv"
 _LAYER_ATTRIBUTE = "_sekv_layer"
@@ -155,8 +155,9 @@ class StoreLayer(CacheLayerMixin):
         """Appends new tokens [B, K, n, d] to the tail."""
         if key_states.shape[0] != self.store.lengths.shape[0]:
             raise ValueError(
-                f"the compressed memory holds {self.store.lengths.shape[0]} contexts but {key_states.shape[0]} "
-                "sequences were given; compress one context per sequence (beams and several return sequences included)"
+                f"batch of {key_states.shape[0]} sequences over a compressed memory of batch "
+                f"{self.store.lengths.shape[0]}: compress one context for each sequence, beams and several return "
+                "sequences included"
             )
         self.store.append(key_states, value_states)
         return _attach(key_states, self), value_states
@@ -225,20 +226,15 @@ class CompressedCache(Cache):
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes on the compute tier over all stores."""
-        return sum(store.resident_bytes for store in self.stores)
+        """Bytes on the compute tier over all stores; what layers share counts once."""
+        return tensor_bytes(t for store in self.stores for t in store.resident_tensors())
 
     @property
     def host_bytes(self) -> int:
         """Bytes on the host tier over all stores."""
-        return sum(store.host_bytes for store in self.stores)
+        return tensor_bytes(t for store in self.stores for t in store.host_tensors())
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes brought from the host since the last `reset_meters`."""
+        """Bytes brought from the host since the cache was made or forked."""
         return int(sum(store.meter.moved_bytes for store in self.stores))
-
-    def reset_meters(self) -> None:
-        """Starts rows and moved bytes at zero."""
-        for store in self.stores:
-            store.meter = Meter()

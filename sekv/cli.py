@@ -10,6 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -175,6 +176,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code: 0, 2 for a mistake that a message explains, 130 when interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # an answer may hold what the terminal's encoding lacks
     try:
         code = _dispatch(arguments)
         sys.stdout.flush()
@@ -188,6 +191,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader left (`| head`); pointing stdout elsewhere keeps the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"sekv: error: {where}{error.strerror or ' '.join(str(error).split())}", file=sys.stderr)
+        return 2
     return code
 
 
@@ -220,6 +227,7 @@ def _export(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.markup import escape
 
     from sekv.backbone import load_backbone
     from sekv.evaluation.plots import plot_scores
@@ -228,6 +236,7 @@ def _evaluate(options: argparse.Namespace) -> int:
     from sekv.evaluation.runner import Evaluation
     from sekv.policies.registry import split_specs
 
+    _check_seed(options.seed)
     evaluation = Evaluation.plan(
         split_specs(options.policy),
         _split(options.tasks),
@@ -239,17 +248,18 @@ def _evaluate(options: argparse.Namespace) -> int:
         query_aware=options.query_aware,
     )
     errors = Console(stderr=True)
-    with errors.status(f"loading {options.backbone}"):
+    with errors.status(f"loading {escape(options.backbone)}"):
         backbone = load_backbone(options.backbone, options.dtype, options.device)
     with errors.status("preparing the tasks"):
         questions = evaluation.prepare(backbone)
+    replaced = evaluation.has_earlier_results
     with answer_progress(errors) as progress:
         bar = progress.add_task("answers", total=len(questions) * evaluation.answers_per_question)
         results = evaluation.run(backbone, questions, on_record=lambda record: progress.advance(bar))
     plot_scores(results, evaluation.output / PLOT)
     for task in dict.fromkeys(result.task for result in results):
         Console().print(results_table(results, task))
-    print(f"written to {evaluation.output}")
+    print(f"written to {evaluation.output}{', earlier results were replaced' if replaced else ''}")
     return 0
 
 
@@ -263,6 +273,7 @@ def _generate(options: argparse.Namespace) -> int:
         raise DataError(f"--max-new-tokens {options.max_new_tokens} leaves no answer; give 1 or more")
     if options.temperature is not None and not (options.sample and options.temperature > 0):
         raise DataError("--temperature needs --sample and a number above 0")
+    _check_seed(options.seed)
     context = _read_text(options.context_file)
     answer = _stream_answer(options, budget, context)
     _print_account(Console(stderr=True), answer)
@@ -272,6 +283,7 @@ def _generate(options: argparse.Namespace) -> int:
 def _stream_answer(options: argparse.Namespace, budget: Any, context: str) -> Answer:
     import torch
     from rich.console import Console
+    from rich.markup import escape
     from transformers import TextStreamer
 
     from sekv.adapter import SeKVAdapter
@@ -283,7 +295,7 @@ def _stream_answer(options: argparse.Namespace, budget: Any, context: str) -> An
     adapter = SeKVAdapter.from_pretrained(options.adapter) if options.adapter else None
     policy = build_policy(options.policy, adapter=adapter)
     errors = Console(stderr=True)
-    with errors.status(f"loading {options.backbone}"):
+    with errors.status(f"loading {escape(options.backbone)}"):
         backbone = load_backbone(options.backbone, options.dtype, options.device)
     if adapter is not None:
         adapter.check_backbone(backbone)
@@ -327,6 +339,11 @@ def _print_account(console: Console, answer: Answer) -> None:
 
 def _split(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**63:
+        raise DataError(f"--seed {seed} is out of range; give a whole number from 0 to 2^63 - 1")
 
 
 def _read_text(name: str) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_GATE_FLOOR = 0.05  # components with a smaller gate are neither stored nor moved
+from sekv.memory import components_kept
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -60,14 +60,9 @@ class FactorBank:
         keep_raw: bool = True,
     ) -> None:
         kv_heads, dim, dtype = raw.shape[1], raw.shape[-1], raw.dtype
-        length = length[:, None].expand(-1, kv_heads, -1)  # [B, K, S]
-        kept = (gates > _GATE_FLOOR) & (sigma > 0) & (length > 0)[..., None]
+        kept, stays_raw = components_kept(gates, sigma, length, dim, keep_raw)
         rank = kept.sum(-1)
-        stays_raw = (rank * (length + dim) >= length * dim) if keep_raw else torch.zeros_like(rank, dtype=torch.bool)
-        # What could not be factored (not finite) has no singular values and stays raw whatever was asked.
-        stays_raw = (stays_raw | (sigma[..., 0] == 0)) & (length > 0)
-        kept = kept & ~stays_raw[..., None]
-        rank = torch.where(stays_raw, 0, rank)
+        length = length[:, None].expand(-1, kv_heads, -1)  # [B, K, S]
 
         order = (~kept).int().argsort(dim=-1, stable=True)  # kept components first, still by singular value
         kept = kept.gather(-1, order)

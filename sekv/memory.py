@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,13 +14,30 @@ from sekv.factors import truncated_svd
 from sekv.rotary import rotate, unrotate
 from sekv.segmentation import Segmentation
 
+_GATE_FLOOR = 0.05  # components with a smaller gate are neither stored nor moved
+
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary tables of the context's tokens, cos and sin [B, N, rot] float32."""
+    """The rotation of the context's tokens, computed where it is needed: tables of a long context would stay resident.
 
-    cos: Tensor
-    sin: Tensor
+    Attributes:
+        tables: positions [1, n] to cos and sin [1, n, rot] float32, such as `Backbone.rope`.
+        lengths: true tokens of each left-padded context [B].
+        n_tokens: padded length N.
+    """
+
+    tables: Callable[[Tensor], tuple[Tensor, Tensor]]
+    lengths: Tensor
+    n_tokens: int
+
+    def at(self, row: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin [..., rot] of the tokens at padded index `index` of batch row `row`, which broadcast together."""
+        position = (index - (self.n_tokens - self.lengths)[row]).clamp_min(0)
+        # Dynamic RoPE picks its frequencies by the furthest position asked for: always ask for the context's last one.
+        flat = torch.cat([position.flatten(), self.lengths.max()[None] - 1])
+        cos, sin = (table[0, :-1].unflatten(0, position.shape) for table in self.tables(flat[None]))
+        return cos, sin
 
 
 @dataclass(frozen=True)
@@ -102,7 +120,7 @@ def build_memory(
         weights: summary weight of each context token, not negative [B, N].
         max_rank: r_max.
         gate: rank gate; None keeps every component whole.
-        rope: tables to factor keys before RoPE; None factors them as they are.
+        rope: rotation to undo before keys are factored; None factors them as they are.
 
     Returns:
         The memory; only the gates carry a gradient.
@@ -156,10 +174,10 @@ def _summary_shares(weights: Tensor, tokens: SpanTokens) -> Tensor:
 
 
 def span_rope(rope: Rope, tokens: SpanTokens) -> tuple[Tensor, Tensor]:
-    """Rotary tables of the spans' tokens, cos and sin [B, 1, S, L, rot]."""
+    """The rotation of the spans' tokens, cos and sin [B, 1, S, L, rot]."""
     index = tokens.padded_index
-    row = torch.arange(index.shape[0], device=index.device)[:, None, None]
-    return rope.cos[row, index][:, None], rope.sin[row, index][:, None]
+    cos, sin = rope.at(torch.arange(index.shape[0], device=index.device)[:, None, None], index)
+    return cos[:, None], sin[:, None]
 
 
 def _factor(rows: Tensor, max_rank: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -183,15 +201,42 @@ def rebuild_rows(
         gate: g [B, K, S, r].
         raw: raw rows [B, K, S, L, d].
         length: tokens per span [B, S].
-        rope: tables from `span_rope` when the basis was made before RoPE.
+        rope: cos and sin from `span_rope` when the basis was made before RoPE.
 
     Returns:
         [B, K, S, L, d] in the dtype of `raw`.
     """
     left, sigma, right = basis
-    rows = (left * (gate * sigma)[..., None, :]) @ right
+    kept, stays_raw = components_kept(gate, sigma, length, raw.shape[-1])
+    rows = (left * (gate * kept * sigma)[..., None, :]) @ right
     if rope is not None:
         rows = rotate(rows, *rope)
-    rank, dim = sigma.shape[-1], raw.shape[-1]
-    stays_raw = (rank * (length + dim) >= length * dim)[:, None] | (sigma[..., 0] == 0)
     return torch.where(stays_raw[..., None, None], raw, rows.to(raw.dtype))
+
+
+def components_kept(
+    gate: Tensor, sigma: Tensor, length: Tensor, dim: int, keep_raw: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Which components of a basis are worth storing, and which spans are cheaper as raw rows.
+
+    Rank r costs r (|S| + d) numbers, raw rows |S| d. Training and inference follow the same rule.
+
+    Args:
+        gate: g [B, K, S, r].
+        sigma: singular values [B, K, S, r].
+        length: tokens per span [B, S].
+        dim: head dimension d.
+        keep_raw: allow raw rows; False forces factors (to measure them).
+
+    Returns:
+        Components kept [B, K, S, r], none for raw spans; and raw spans [B, K, S].
+    """
+    length = length[:, None]
+    kept = (gate > _GATE_FLOOR) & (sigma > 0) & (length > 0)[..., None]
+    rank = kept.sum(-1)
+    # What could not be factored (not finite) has no singular values and stays raw whatever was asked.
+    stays_raw = sigma[..., 0] == 0
+    if keep_raw:
+        stays_raw = stays_raw | (rank * (length + dim) >= length * dim)
+    stays_raw = stays_raw & (length > 0)
+    return kept & ~stays_raw[..., None], stays_raw

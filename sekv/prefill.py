@@ -120,6 +120,8 @@ def prefill(
     Raises:
         DataError: a context is empty, or longer than the backbone's positions.
     """
+    if chunk_size is not None and chunk_size < 1:
+        raise DataError(f"chunk_size must be at least 1 token, got {chunk_size}; None reads the context at once")
     if input_ids.ndim != 2 or input_ids.shape[1] == 0:
         raise DataError(f"the context is empty: input_ids has shape {list(input_ids.shape)}, expected [batch, tokens]")
     input_ids = input_ids.to(backbone.device)
@@ -158,7 +160,7 @@ def prefill(
             )
         if window:
             hidden = states if hidden is None else torch.cat([hidden, states], dim=1)
-            hidden = hidden[:, -window:]
+            hidden = hidden[:, -window:].clone()  # a view would keep all states alive
     if nats is not None:
         nats = nats.masked_fill(~mask | (positions == 0), 0.0)
 

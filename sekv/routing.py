@@ -69,8 +69,8 @@ def mean_margin(query: Tensor, summary_key: Tensor, length: Tensor, scaling: flo
     """
     batch, heads, n_queries, dim = query.shape
     kv_heads = summary_key.shape[1]
-    grouped = query.reshape(batch, kv_heads, -1, dim)
-    logits = (grouped @ summary_key.mT).float() * scaling + log_length(length)[:, None, None]
+    grouped = query.float().reshape(batch, kv_heads, -1, dim) * scaling
+    logits = grouped @ summary_key.float().mT + log_length(length)[:, None, None]
     logits = logits.masked_fill((length == 0)[:, None, None], torch.finfo(torch.float32).min)
     mass = logits.softmax(dim=-1).reshape(batch, kv_heads, heads // kv_heads, n_queries, -1)
     return mass.sum(dim=2)

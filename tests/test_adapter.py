@@ -87,7 +87,21 @@ def test_pickle_is_never_read(saved, tiny_backbone):
         (lambda c: c.pop("backbone"), "lacks backbone"),
         (lambda c: c["config"].update(colour="red"), "unknown settings colour"),
         (lambda c: c["config"].update(rope="sideways"), "rope 'sideways' is unknown"),
-        (lambda c: c["backbone"].pop("num_heads"), "fingerprint is incomplete"),
+        (lambda c: c["config"].update(alpha="1"), "adapter_config.json: alpha is '1', expected a number"),
+        (lambda c: c["config"].update(alpha=True), "alpha is True, expected a number"),
+        (lambda c: c["config"].update(alpha=float("nan")), "alpha is nan, expected a number"),
+        (lambda c: c["config"].update(max_span="x"), "max_span is 'x', expected a whole number"),
+        (lambda c: c["config"].update(max_rank=4.0), "max_rank is 4.0, expected a whole number"),
+        (lambda c: c["config"].update(anchors=1), "anchors is 1, expected true or false"),
+        (lambda c: c["config"].update(rope=["pre"]), "rope is .*, expected a text"),
+        (lambda c: c["backbone"].pop("num_heads"), "fingerprint lacks num_heads"),
+        (lambda c: c["backbone"].update(num_heads="4"), "num_heads of the backbone is '4', expected a whole number"),
+        (lambda c: c["backbone"].update(head_dim=0), "head_dim of the backbone is 0, expected"),
+        (lambda c: c["backbone"].update(compressible=3), "compressible of the backbone is 3, expected a list"),
+        (lambda c: c["backbone"].update(compressible=["0"]), "compressible of the backbone is .*, expected a list"),
+        (lambda c: c["backbone"].update(weight_sketch=[]), "weight_sketch of the backbone is .*, expected lists"),
+        (lambda c: c["backbone"].update(weight_sketch={"0": ["x"]}), "weight_sketch of the backbone is"),
+        (lambda c: c["backbone"]["weight_sketch"].update({"0": [1.0]}), "another length"),
     ],
 )
 def test_bad_config_is_named(saved, tiny_backbone, change, message):
@@ -119,10 +133,42 @@ def test_another_backbone_is_refused(saved, make_tiny_backbone):
         SeKVAdapter.from_pretrained(folder, make_tiny_backbone("llama", seed=5))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_named(saved, tiny_backbone, value):
+    _, folder = saved
+    tensors = load_file(folder / WEIGHTS_NAME)
+    tensors["bias"][0, 1] = value
+    tensors["gate.inner.weight"][0, 0] = value
+    save_file(tensors, folder / WEIGHTS_NAME)
+    with pytest.raises(AdapterError, match=r"not finite in 'bias', 'gate\.inner\.weight'"):
+        SeKVAdapter.from_pretrained(folder, tiny_backbone)
+
+
+def test_whole_numbers_are_numbers(saved, tiny_backbone):
+    _, folder = saved
+    payload = json.loads((folder / CONFIG_NAME).read_text())
+    payload["config"]["alpha"] = 2
+    (folder / CONFIG_NAME).write_text(json.dumps(payload))
+    assert SeKVAdapter.from_pretrained(folder, tiny_backbone).config.alpha == 2
+
+
+def test_a_folder_that_cannot_be_made_is_named(saved, tmp_path):
+    adapter, folder = saved
+    with pytest.raises(AdapterError, match=r"adapter_config.json cannot be made: File exists"):
+        adapter.save_pretrained(folder / CONFIG_NAME)
+    with pytest.raises(AdapterError, match=r"below cannot be made: Not a directory"):
+        adapter.save_pretrained(folder / CONFIG_NAME / "below")
+
+
 def test_a_failed_save_leaves_the_old_adapter(saved, tiny_backbone, monkeypatch):
     adapter, folder = saved
     before = {p.name: p.read_bytes() for p in folder.iterdir()}
     monkeypatch.setattr("sekv.adapter.save_file", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        adapter.save_pretrained(folder)
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    monkeypatch.undo()
+    monkeypatch.setattr("sekv.adapter.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         adapter.save_pretrained(folder)
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before

@@ -83,6 +83,17 @@ def test_extreme_queries_stay_finite(dtype, scale):
     assert output.dtype == dtype and bool(output.isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_keeps_its_logits(dtype):
+    """Logits beyond the range of float16, and differences that bfloat16 would round away."""
+    query, row_sets = sets()
+    cast = [RowSet((r.key * 200).to(dtype), r.value.to(dtype), r.bias, r.visible, r.gate) for r in row_sets]
+    wide = [RowSet(r.key.float(), r.value.float(), r.bias, r.visible, r.gate) for r in cast]
+    half = (query * 200).to(dtype)
+    output, _ = mixed_attention(half, cast, 0.3)
+    torch.testing.assert_close(output, mixed_attention(half.float(), wide, 0.3)[0].to(dtype))
+
+
 def test_a_query_that_sees_nothing_gets_zeros():
     query, row_sets = sets()
     nothing = torch.zeros(B, 1, 1, Q, 5, dtype=torch.bool)

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     CohereConfig,
     DeepseekV3Config,
     Gemma2Config,
@@ -209,6 +210,7 @@ def test_refuses_attention_sinks() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (BloomConfig(), "'bloom' states no max_position_embeddings"),
         (Gemma2Config(**SMALL), "caps its attention logits"),
         (DeepseekV3Config(), "a latent instead of keys"),
         (Gemma3nTextConfig(), "shares keys and values between layers"),
@@ -343,6 +345,8 @@ def test_damaged_folder_is_one_clear_error(folder: Path, damage: Callable[[Path]
         ({"dtype": "int8"}, "unknown dtype 'int8'; give auto, float32, bfloat16, float16"),
         ({"device": "abacus"}, "unknown device 'abacus'"),
         ({"device": "cuda:99"}, "device 'cuda:99' does not exist here"),
+        ({"device": "meta"}, "device 'meta' does not exist here"),
+        ({"device": "fpga"}, "device 'fpga' does not exist here"),
     ],
 )
 def test_unknown_options(folder: Path, options: dict[str, str], message: str) -> None:

@@ -151,6 +151,12 @@ def test_a_trained_adapter_is_used_and_one_of_another_backbone_refused(
         ({"--adapter": "nope"}, "does not exist"),
         ({"--backbone": "./nope"}, "backbone './nope'"),
         ({"--device": "nope"}, "unknown device 'nope'"),
+        ({"--device": "meta"}, "device 'meta' does not exist here"),
+        ({"--backbone": "[/x]"}, "backbone '[/x]'"),
+        ({"--seed": "-1"}, "--seed -1 is out of range"),
+        ({"--seed": str(2**64)}, "is out of range"),
+        ({"--output": "/proc/x"}, "the output folder /proc/x cannot be written: No such file"),
+        ({"--output": f"{__file__}/x"}, "test_cli.py is a file"),
     ],
 )
 def test_a_mistake_is_one_message_and_leaves_nothing(
@@ -174,6 +180,8 @@ def test_a_mistake_is_one_message_and_leaves_nothing(
         (b"text", ["--temperature", "2"], "--temperature needs --sample"),
         (b"text", ["--sample", "--temperature", "0"], "--temperature needs --sample and a number above 0"),
         (b"text", ["--policy", "hubkv:nope"], "unknown policy 'nope'"),
+        (b"text", ["--backbone", "[/x]"], "backbone '[/x]'"),
+        (b"text", ["--sample", "--seed", str(2**64)], f"--seed {2**64} is out of range"),
         (b"text", ["--max-new-tokens", "4096"], "no room for the context"),
     ],
 )
@@ -265,6 +273,58 @@ def test_export_reports_the_folder_and_refuses_a_missing_checkpoint(tmp_path: Pa
     monkeypatch.setitem(sys.modules, "train.export", fake)
     assert main(["export", "a.ckpt", "out"]) == 0
     assert capsys.readouterr().out == "adapter written to out\n"
+
+
+def test_an_earlier_evaluation_is_replaced_and_that_is_said(
+    folder: str, task_file: str, tmp_path: Path, capsys
+) -> None:
+    argv = [
+        "evaluate",
+        "--backbone",
+        folder,
+        "--tasks",
+        task_file,
+        "--budget",
+        "0.5",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert main([*argv, "--policy", "full"]) == 0
+    assert "earlier results" not in capsys.readouterr().out
+    assert main([*argv, "--policy", "keydiff"]) == 0
+    assert "earlier results were replaced" in " ".join(capsys.readouterr().out.split())
+    assert [r["policy"] for r in json.loads((tmp_path / "out" / "results.json").read_text())] == ["keydiff"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (FileExistsError(17, "File exists", "out"), "sekv: error: out: File exists"),
+        (OSError("no space\nleft"), "sekv: error: no space left"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, error: OSError, message: str) -> None:
+    def refuse(options: object) -> int:
+        raise error
+
+    monkeypatch.setattr("sekv.cli._export", refuse)
+    assert fails_with_one_line(["export", "a", "b"], capsys) == message
+
+
+def test_letters_that_the_output_cannot_show_are_replaced() -> None:
+    program = (
+        "import sys, types\nfrom sekv.cli import main\nfake = types.ModuleType('train.export')\n"
+        "fake.export_checkpoint = lambda checkpoint, output: '\u00e4\u4e2d'\nsys.modules['train.export'] = fake\n"
+        "sys.exit(main(['export', 'a', 'b']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "adapter written to ??\n", "")
 
 
 def test_an_interrupt_ends_with_130(monkeypatch, capsys) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import RichProgressBar
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+from train.module import SeKVModule
 
 _SHARE_OF_ENDS = 0.2  # of the steps, averaged into the summary's first and last loss
 
@@ -24,12 +26,15 @@ class ProgressLines(Callback):
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self._since = 0.0
+        self._since: float | None = None  # no clock runs before the first batch, nor during validation
         self._tokens = self._steps = 0
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Starts the clock."""
-        self._since = time.monotonic()
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Mapping[str, Tensor], batch_idx: int
+    ) -> None:
+        """Starts the clock: what lies before the first batch, such as the warm start, is no step."""
+        if self._since is None:
+            self._since = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Mapping[str, Tensor], batch_idx: int
@@ -39,7 +44,8 @@ class ProgressLines(Callback):
         self._tokens += int(batch["attention_mask"].sum())
         if trainer.global_step % trainer.log_every_n_steps:  # type: ignore[attr-defined]
             return
-        seconds = max(time.monotonic() - self._since, 1e-9)
+        now = time.monotonic()
+        seconds = max(now - (now if self._since is None else self._since), 1e-9)
         figures = trainer.callback_metrics
         shown = ("loss", "logits", "attention", "zoom", "expansion", "rank")
         values = "  ".join(f"{n} {figures[f'train/{n}']:.3g}" for n in shown if f"train/{n}" in figures)
@@ -50,7 +56,7 @@ class ProgressLines(Callback):
             highlight=False,
             soft_wrap=True,
         )
-        self._since, self._tokens, self._steps = time.monotonic(), 0, 0
+        self._since, self._tokens, self._steps = now, 0, 0
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Prints held-out figures; the time they took does not count as training."""
@@ -58,7 +64,7 @@ class ProgressLines(Callback):
             figures = {n.removeprefix("val/"): v for n, v in trainer.callback_metrics.items() if n.startswith("val/")}
             values = "  ".join(f"{name} {value:.3g}" for name, value in figures.items())
             self.console.print(f"held out after step {trainer.global_step}  {values}", highlight=False, soft_wrap=True)
-        self._since, self._tokens, self._steps = time.monotonic(), 0, 0
+        self._since, self._tokens, self._steps = None, 0, 0
 
 
 class TrainingBar(RichProgressBar):
@@ -85,6 +91,11 @@ class RunSummary(Callback):
     def __init__(self) -> None:
         self.loss: list[float] = []
         self.held_out: list[dict[str, float]] = []
+        self.parameters = ""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps what is trained."""
+        self.parameters = cast(SeKVModule, pl_module).describe_parameters()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Mapping[str, Tensor], batch_idx: int
@@ -101,6 +112,8 @@ class RunSummary(Callback):
     def table(self) -> Table:
         """First and last figures; on held-out text, what share of the teacher's span mass each router covers too."""
         table = Table("", "first", "last", title="Training summary", title_justify="left")
+        if self.parameters:
+            table.add_row("trainable parameters", "", self.parameters)
         if self.loss:
             n = max(1, round(_SHARE_OF_ENDS * len(self.loss)))
             first, last = sum(self.loss[:n]) / n, sum(self.loss[-n:]) / n

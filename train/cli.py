@@ -9,7 +9,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -19,12 +19,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
 
 from sekv.errors import DataError, SeKVError
 from train.callbacks import ProgressLines, RunSummary, TrainingBar
 from train.data import TextDataModule
+from train.errors import ConfigError
 from train.export import read_checkpoint
 from train.module import SeKVModule
 
@@ -69,6 +70,7 @@ class TrainCLI(LightningCLI):
     console: Console
     summary: RunSummary
     best: ModelCheckpoint | None = None
+    _resumed: Mapping[str, Any] | None = None  # what the checkpoint to resume from holds
 
     def __init__(self, args: ArgsType, console: Console | None = None) -> None:
         self.console = console or Console()
@@ -132,12 +134,15 @@ class TrainCLI(LightningCLI):
         """Fixes the run's folder and looks into the checkpoint to resume from, before any backbone loads.
 
         Raises:
-            DataError: the name is taken, or there is nothing to resume from.
+            DataError: the name is taken, the folder cannot be made, or there is nothing to resume from.
             AdapterError: the checkpoint to resume from is corrupt, or not one of ours.
+            ConfigError: the trainer's steps or intervals are out of range, or nothing is left to train.
         """
         config = self.config
+        _check_intervals(config)
         name = config.name or f"{Path(config.model.backbone).name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.run_dir = Path(config.runs) / name
+        _check_writable(self.run_dir)
         self.checkpoint_dir = self.run_dir / "checkpoints"
         self.resume_from: Path | None = None
         if config.resume is not None:
@@ -146,7 +151,13 @@ class TrainCLI(LightningCLI):
             if not self.resume_from.is_file():
                 hint = "; give --name of the run to go on with" if last else ""
                 raise DataError(f"there is no checkpoint {self.resume_from} to resume from{hint}")
-            read_checkpoint(self.resume_from)
+            _, self._resumed = read_checkpoint(self.resume_from)
+            done, steps = self._resumed["global_step"], config.trainer.max_steps
+            if 0 <= steps <= done:
+                raise ConfigError(
+                    f"nothing left to train: {self.resume_from} is at step {done} and trainer.max_steps is {steps}; "
+                    "raise trainer.max_steps"
+                )
         elif not config.overwrite and self.checkpoint_dir.is_dir() and any(self.checkpoint_dir.iterdir()):
             raise DataError(
                 f"{self.run_dir} holds an earlier run; give another --name, --resume last to go on with it, "
@@ -167,7 +178,11 @@ class TrainCLI(LightningCLI):
             raise
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """A trainer that writes into the run's folder."""
+        """A trainer that writes into the run's folder.
+
+        Raises:
+            ConfigError: Lightning refuses an option.
+        """
         options = self.config_init.trainer
         self.summary = RunSummary()
         self.loggers = run_loggers(self.run_dir) if options.logger in (None, True) else []
@@ -177,7 +192,10 @@ class TrainCLI(LightningCLI):
             enable_progress_bar=self.console.is_terminal and options.enable_progress_bar is not False,
             callbacks=[*(options.callbacks or []), *self._callbacks(with_loggers=bool(self.loggers or options.logger))],
         )
-        return super().instantiate_trainer(**kwargs)
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except (ValueError, TypeError, MisconfigurationException) as error:
+            raise ConfigError(f"the trainer cannot be made: {error}") from error
 
     def _callbacks(self, with_loggers: bool) -> list[Callback]:
         keep: dict[str, Any] = {"dirpath": self.checkpoint_dir, "save_top_k": 1, "enable_version_counter": False}
@@ -199,7 +217,11 @@ class TrainCLI(LightningCLI):
 
         Returns:
             The checkpoint to export: the best one, or the last where nothing was held out.
+
+        Raises:
+            SeKVError: backbone, checkpoint and documents do not fit; nothing has been written then.
         """
+        self._check_everything()
         self.trainer.fit(
             self.model,
             datamodule=self.datamodule,
@@ -210,6 +232,50 @@ class TrainCLI(LightningCLI):
         self.trainer.save_checkpoint(last)
         best = self.best.best_model_path if self.best is not None else ""  # a file may be left from a run replaced
         return Path(best) if best else last
+
+
+    def _check_everything(self) -> None:
+        """Loads the backbone and reads the documents: what is refused here leaves no folder behind."""
+        self.model.check_documents(self.datamodule)
+        backbone = self.model.load(str(self.trainer.strategy.root_device))
+        self.model.check_documents(self.datamodule)
+        if self._resumed is not None:
+            self.model.check_checkpoint(self._resumed)
+        self.datamodule.trainer, self.datamodule.tokenizer = self.trainer, backbone.tokenizer
+        self.datamodule.train_dataloader()
+
+    def stopped(self) -> str:
+        """What remains of a run that was stopped from outside."""
+        last = self.checkpoint_dir / "last.ckpt"
+        remedy = f"go on with --name {self.run_dir.name} --resume last" if last.is_file() else "nothing was saved yet"
+        return f"stopped after step {self.trainer.global_step}; {remedy}"
+
+
+def _check_intervals(config: Any) -> None:
+    """Refuses counts of steps that Lightning would stumble over in the middle of a run."""
+    options = config.trainer
+    unlimited = options.max_epochs is None or options.max_epochs < 0
+    if options.max_steps < 0 and unlimited and options.max_time is None:
+        raise ConfigError(f"trainer.max_steps is {options.max_steps}, which never ends; set trainer.max_steps")
+    if 0 in (options.max_steps, options.max_epochs):
+        raise ConfigError("nothing left to train: trainer.max_steps or trainer.max_epochs is 0; raise it")
+    intervals = {
+        "trainer.val_check_interval": options.val_check_interval,
+        "trainer.log_every_n_steps": options.log_every_n_steps,
+        "save_every": config.save_every,
+    }
+    for name, value in intervals.items():
+        if isinstance(value, int | float) and value <= 0:
+            raise ConfigError(f"{name} must be above 0, got {value}")
+
+
+def _check_writable(folder: Path) -> None:
+    """Refuses a folder that cannot be made, without making it."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not existing.is_dir():
+        raise DataError(f"{folder} cannot be made: {existing} is not a folder; give other --runs or another --name")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise DataError(f"{folder} cannot be made: {existing} is not writable; give other --runs")
 
 
 def run_loggers(run_dir: Path) -> list[Logger]:
@@ -242,7 +308,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments behind `sekv train`; the process's own when None.
 
     Returns:
-        0 on success, 2 for a mistake that one line explains.
+        0 on success, 2 for a mistake that one line explains, 130 when interrupted, 143 when terminated.
     """
     console = Console()
     errors = Console(stderr=True)
@@ -254,9 +320,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cli = TrainCLI(list(sys.argv[1:] if argv is None else argv), console)
         checkpoint = cli.fit()
-    except SystemExit as stop:  # --help and --print_config
-        return stop.code if isinstance(stop.code, int) else 1
-    except (SeKVError, jsonargparse.ArgumentError, MisconfigurationException) as error:
+    except SystemExit as stop:  # --help and --print_config; an interrupt or SIGTERM once there is a trainer
+        if cli is None:
+            return stop.code if isinstance(stop.code, int) else 1
+        errors.print(f"sekv train: {cli.stopped()}", markup=False, highlight=False, soft_wrap=True)
+        return 143 if isinstance(stop, SIGTERMException) else 130
+    except (SeKVError, jsonargparse.ArgumentError, MisconfigurationException, OSError) as error:
         errors.print(f"sekv train: error: {_one_line(error)}", markup=False, highlight=False, soft_wrap=True)
         return 2
     finally:
@@ -272,12 +341,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _one_line(error: Exception) -> str:
     """The message on one line, without jsonargparse's report on the alternatives of an optional class."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split())
     text = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: - ", "", text)
     return text.split(" - Expected a <class 'NoneType'>")[0]
 
 
 def _finish_wandb(cli: TrainCLI) -> None:
-    for logger in cli.loggers:
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish()
+    if any(isinstance(logger, WandbLogger) for logger in cli.loggers):
+        import wandb
+
+        if wandb.run is not None:  # asking the logger would begin a run where none has begun
+            wandb.finish()

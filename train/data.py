@@ -137,8 +137,9 @@ class TextDataModule(LightningDataModule):
     validation.
 
     Args:
-        length: longest sequence in tokens.
-        min_length: shortest sequence in tokens; shorter documents are joined.
+        length: longest sequence in tokens, at most the backbone's positions.
+        min_length: shortest sequence in tokens; shorter documents are joined. The smallest budget decides how short it
+            may be.
         batch_size: sequences per step and process.
         val_sequences: held-out sequences to validate on; 0 switches validation off.
         max_documents: documents taken from each source, chosen at random; all when None.
@@ -149,7 +150,7 @@ class TextDataModule(LightningDataModule):
     def __init__(
         self,
         length: int = 2048,
-        min_length: int = 1024,
+        min_length: int = 1536,
         batch_size: int = 1,
         val_sequences: int = 8,
         max_documents: int | None = None,
@@ -159,8 +160,14 @@ class TextDataModule(LightningDataModule):
         super().__init__()
         if not 1 <= min_length <= length:
             raise DataError(f"need 1 <= data.min_length <= data.length, got {min_length} and {length}")
-        if batch_size < 1 or val_sequences < 0:
-            raise DataError(f"need batch_size >= 1 and val_sequences >= 0, got {batch_size} and {val_sequences}")
+        for name, value, least in (
+            ("batch_size", batch_size, 1),
+            ("val_sequences", val_sequences, 0),
+            ("max_documents", max_documents, 1),
+            ("num_workers", num_workers, 0),
+        ):
+            if value is not None and value < least:
+                raise DataError(f"need data.{name} >= {least}, got {value}")
         self.length, self.min_length, self.batch_size = length, min_length, batch_size
         self.val_sequences, self.max_documents = val_sequences, max_documents
         self.num_workers, self.seed = num_workers, seed
@@ -201,11 +208,6 @@ class TextDataModule(LightningDataModule):
                 splits[held_out].append(list(cut_to_sequences(documents, self.length, self.min_length, separator)))
         result = {held_out: _in_turn(lists) for held_out, lists in splits.items()}
         result[True] = result[True][: self.val_sequences]
-        if len(result[False]) < self.batch_size:
-            raise DataError(
-                f"the training documents make {len(result[False])} sequences of {self.min_length} to {self.length} "
-                f"tokens, fewer than a batch of {self.batch_size}; add text, or lower data.min_length or batch_size"
-            )
         if self.val_sequences and not result[True]:
             raise DataError(
                 f"no held-out sequence of at least {self.min_length} tokens: one document in ten is held out, and "
@@ -232,10 +234,20 @@ class TextDataModule(LightningDataModule):
         return random.Random(self.seed).sample(sequences, min(count, len(sequences)))
 
     def train_dataloader(self) -> ResumableLoader:
-        """Training batches, shuffled, resumable."""
+        """Training batches, shuffled, resumable.
+
+        Raises:
+            DataError: there is too little text for one batch on every process, or none is held out.
+        """
         trainer = self.trainer
         rank, world_size = (trainer.global_rank, trainer.world_size) if trainer is not None else (0, 1)
         sequences = self.sequences(held_out=False)
+        if len(sequences) < self.batch_size * world_size:
+            raise DataError(
+                f"the training documents make {len(sequences)} sequences of {self.min_length} to {self.length} tokens, "
+                f"too few for a batch of {self.batch_size} on each of {world_size} process(es); add text, or lower "
+                "data.min_length or data.batch_size"
+            )
         stream = BatchStream(len(sequences), self.batch_size, self.seed, rank, world_size)
         return ResumableLoader(sequences, stream, collate_fn=collate, num_workers=self.num_workers)
 

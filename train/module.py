@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,6 +21,7 @@ from sekv.backbone import DEFAULT_BACKBONE, Backbone, compare_fingerprints, load
 from sekv.budget import Budget
 from sekv.errors import AdapterError, BudgetError, DataError
 from train import losses
+from train.data import TextDataModule
 from train.errors import ConfigError, DivergenceError
 from train.losses import LossConfig
 from train.objective import MiningConfig, Outcome, evaluate_batch
@@ -53,7 +55,9 @@ class SeKVModule(LightningModule):
         losses: weights and constants of the four losses.
         mining: which window queries the losses look at.
         warm_start: fitting of the routers to the teacher's own queries before the first step.
-        budgets: shares of the context, one drawn at every step.
+        train_router: False leaves the routers as they are made, with neither warm start nor gradient; only the rank
+            gate learns (ablation).
+        budgets: shares of the context, one drawn at every step; the smallest decides how long documents must be.
         val_budget: share of the context used in validation.
         query_window: tokens behind the context that query the memory, Q.
         lr: peak learning rate of AdamW.
@@ -72,7 +76,8 @@ class SeKVModule(LightningModule):
         losses: LossConfig = LossConfig(),
         mining: MiningConfig = MiningConfig(),
         warm_start: WarmStartConfig = WarmStartConfig(),
-        budgets: tuple[float, ...] = (0.05, 0.1, 0.2),
+        train_router: bool = True,
+        budgets: tuple[float, ...] = (0.1, 0.15, 0.2),
         val_budget: float = 0.1,
         query_window: int = 128,
         lr: float = 1e-3,
@@ -94,6 +99,7 @@ class SeKVModule(LightningModule):
                 "losses": asdict(self.loss_config),
                 "mining": asdict(self.mining),
                 "warm_start": asdict(self.warm_start),
+                "train_router": train_router,
                 "budgets": list(budgets),
                 "val_budget": val_budget,
                 "query_window": query_window,
@@ -111,6 +117,11 @@ class SeKVModule(LightningModule):
             raise ConfigError(f"model.query_window must be at least 1 token, got {query_window}")
         if not 0 <= warmup < 1:
             raise ConfigError(f"model.warmup is a share of the steps in [0, 1), got {warmup}")
+        if not 0 < lr < math.inf:
+            raise ConfigError(f"model.lr must be a number above 0, got {lr}")
+        if not 0 <= weight_decay < math.inf:
+            raise ConfigError(f"model.weight_decay must be 0 or more, got {weight_decay}")
+        self.train_router = train_router
         self.query_window, self.lr, self.weight_decay, self.warmup, self.seed = (
             query_window,
             lr,
@@ -126,32 +137,68 @@ class SeKVModule(LightningModule):
         Raises:
             DataError: names the length that is needed.
         """
-        least = getattr(getattr(self.trainer, "datamodule", None), "min_length", None)
-        longest = getattr(getattr(self.trainer, "datamodule", None), "length", None)
+        if isinstance(datamodule := getattr(self.trainer, "datamodule", None), TextDataModule):
+            self.check_documents(datamodule)
+
+    def check_documents(self, datamodule: TextDataModule) -> None:
+        """Refuses documents too short for the budgets or, once the backbone is there, too long for it.
+
+        Raises:
+            DataError: names the length that is needed.
+        """
+        least, longest = datamodule.min_length, datamodule.length
+        if self.backbone is not None and longest > self.backbone.geometry.max_positions:
+            raise DataError(
+                f"data.length is {longest} tokens, but {self.backbone.name} takes at most "
+                f"{self.backbone.geometry.max_positions}; lower data.length"
+            )
         for budget in (*self.budgets, self.val_budget):
-            if least is not None and longest is not None:
-                needed = self._smallest_context(budget, longest) + self.query_window
-                if needed > least:
-                    raise DataError(
-                        f"a budget of {budget} needs documents of at least {needed} tokens ({self.query_window} of "
-                        f"them the query window), but data.min_length is {least}; raise data.min_length or the budget"
-                    )
+            needed = self._smallest_context(budget, longest) + self.query_window
+            if needed > least:
+                raise DataError(
+                    f"a budget of {budget} needs documents of at least {needed} tokens ({self.query_window} of "
+                    f"them the query window), but data.min_length is {least}; raise data.min_length or the budget"
+                )
 
     def configure_model(self) -> None:
-        """Loads the backbone and makes the adapter, once."""
+        """Loads the backbone and makes the adapter, once.
+
+        Raises:
+            DataError: documents are longer than the backbone's positions.
+        """
+        attached = self._trainer is not None
+        self.load(str(self.trainer.strategy.root_device) if attached else "auto")
+        if attached and isinstance(datamodule := getattr(self.trainer, "datamodule", None), TextDataModule):
+            self.check_documents(datamodule)
+
+    def load(self, device: str = "auto") -> Backbone:
+        """The backbone and, in `adapter`, a fresh adapter over it; both are made at the first call."""
         if self.backbone is None:
-            attached = self._trainer is not None
-            device = str(self.trainer.strategy.root_device) if attached else "auto"
             self.backbone = load_backbone(self.hparams["backbone"], dtype=self.hparams["dtype"], device=device)
         if not hasattr(self, "adapter"):
             with torch.random.fork_rng(devices=[]):  # the start depends on the seed, not on what drew numbers before
                 torch.manual_seed(self.seed)
                 self.adapter = SeKVAdapter.create(self.backbone, self.adapter_config)
+            if not self.train_router:
+                self.adapter.requires_grad_(False).gate.requires_grad_(True)
+        return self.backbone
+
+    def describe_parameters(self) -> str:
+        """How many parameters are trained, and their share of the backbone."""
+        count = sum(p.numel() for p in self._trained())
+        whole = self.adapter.backbone_parameters
+        return f"{count:,}" + (f" ({count / whole:.2%} of the backbone)" if whole else "")
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [p for p in self.adapter.parameters() if p.requires_grad]
 
     def on_train_start(self) -> None:
         """Fits the routers to the teacher before the first step of a fresh run; a resumed run has them already."""
-        if self.global_step or not self.warm_start.documents:
-            return
+        self.print(f"trainable parameters: {self.describe_parameters()}")
+        if self.train_router and self.warm_start.documents and not self.global_step:
+            self._fit_routers()
+
+    def _fit_routers(self) -> None:
         backbone, datamodule = cast(Backbone, self.backbone), cast(Any, self.trainer).datamodule
         sequences = datamodule.warm_start_sequences(self.warm_start.documents)
         started = time.monotonic()
@@ -172,9 +219,10 @@ class SeKVModule(LightningModule):
         started = time.monotonic()
 
         def report(step: int, loss: float) -> None:
-            if step % _REPORT_EVERY == 0:
-                rate = step / max(time.monotonic() - started, 1e-9)
-                self.print(f"warm start: step {step}/{self.warm_start.steps}, zoom loss {loss:.4f}, {rate:.1f} steps/s")
+            done, steps = step + 1, self.warm_start.steps
+            if done % _REPORT_EVERY == 0 or done == steps:
+                rate = done / max(time.monotonic() - started, 1e-9)
+                self.print(f"warm start: step {done}/{steps}, zoom loss {loss:.4f}, {rate:.1f} steps/s")
 
         fit_routers(self.adapter, examples, self.warm_start, self.loss_config, report)
 
@@ -244,7 +292,7 @@ class SeKVModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a linear warm-up and a cosine to zero over all steps."""
-        optimizer = torch.optim.AdamW(self.adapter.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        optimizer = torch.optim.AdamW(self._trained(), lr=self.lr, weight_decay=self.weight_decay)
         steps = self._total_steps
         schedule = get_cosine_schedule_with_warmup(optimizer, round(self.warmup * steps), steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
@@ -259,7 +307,15 @@ class SeKVModule(LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuses to continue over another backbone.
+        """Refuses to continue over another backbone or another adapter.
+
+        Raises:
+            AdapterError: names the differences.
+        """
+        self.check_checkpoint(checkpoint)
+
+    def check_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Refuses a checkpoint of another backbone, of other adapter settings, or of other trained parts.
 
         Raises:
             AdapterError: names the differences.
@@ -267,6 +323,17 @@ class SeKVModule(LightningModule):
         saved = checkpoint.get(ADAPTER_KEY)
         if saved is None:
             raise AdapterError(f"the checkpoint has no part '{ADAPTER_KEY}': it was not written by this trainer")
+        now = {"train_router": self.train_router, **asdict(self.adapter_config)}
+        then = {
+            "train_router": checkpoint["hyper_parameters"].get("train_router", True),
+            **asdict(SeKVConfig(**saved["config"])),
+        }
+        changed = [f"{n} was {then.get(n)} and is {now.get(n)}" for n in sorted(now | then) if now.get(n) != then.get(n)]
+        if changed:
+            raise AdapterError(
+                f"the checkpoint was trained with other settings: {'; '.join(changed)}. Give the settings of its run, "
+                "which are in its config.yaml"
+            )
         backbone = cast(Backbone, self.backbone)
         differences = compare_fingerprints(saved["fingerprint"], backbone.fingerprint())
         if differences:

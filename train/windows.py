@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -11,6 +15,7 @@ from sekv.prefill import left_padded
 from sekv.segmentation import SegmentationConfig
 
 
+@lru_cache
 def smallest_context(budget: Budget, config: SegmentationConfig, limit: int) -> int:
     """The shortest context, in tokens, from which on `budget` holds the memory it must hold.
 
@@ -22,14 +27,27 @@ def smallest_context(budget: Budget, config: SegmentationConfig, limit: int) -> 
     Raises:
         DataError: no context of up to `limit` tokens is long enough.
     """
-    short = [n for n in range(1, limit + 1) if budget.rows_for(n) < config.minimum_rows(n)]
-    smallest = max(short, default=0) + 1
-    if smallest > limit:
+    if budget.rows_for(limit) < config.minimum_rows(limit):
         raise DataError(
             f"a budget of {budget} cannot hold a context of {limit} tokens: sinks, tail, summaries and one span need "
             f"{config.minimum_rows(limit)} rows; raise the budget, train on longer documents, or lower max_span"
         )
-    return smallest
+    longest = min(limit, _always_held_from(budget, config))
+    short = (n for n in range(longest, 0, -1) if budget.rows_for(n) < config.minimum_rows(n))
+    return next(short, 0) + 1
+
+
+def _always_held_from(budget: Budget, config: SegmentationConfig) -> int:
+    """A length in tokens from which on a share holds every context, so that longer ones need no look.
+
+    A context of n tokens has at least share * n - 1 rows and needs at most E + (n - E) / m + m of them, where E counts
+    sinks and tail and m is `max_span`.
+    """
+    margin = (budget.share or 0.0) - 1.0 / config.max_span
+    if margin <= 0.0:
+        return sys.maxsize
+    exact = config.sinks + config.tail
+    return math.ceil((exact - exact / config.max_span + config.max_span + 1) / margin)
 
 
 def draw_cuts(lengths: Tensor, position: Tensor, window: int, smallest: int) -> Tensor:

@@ -79,7 +79,7 @@ def _draw(panel: Axes, results: Sequence[Result], curves: Sequence[str]) -> None
             capsize=2,
             label=policy,
         )
-    panel.set_title(f"{results[0].task} (n = {results[0].n})", fontsize="medium")
+    panel.set_title(f"{results[0].task} (n = {results[0].n})", fontsize="medium", parse_math=False)
     panel.set_xticks(range(len(budgets)), [budget_label(budget) for budget in budgets])
     panel.set_xlim(-0.4, len(budgets) - 0.6)
     panel.set_ylim(-4, 104)

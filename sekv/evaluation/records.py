@@ -7,7 +7,7 @@ import io
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -149,22 +149,31 @@ class SampleWriter:
             self._file.close()
             self._file = None
 
-    def finish(self) -> None:
-        """Gives the complete file its final name."""
+    def finish(self) -> list[Result]:
+        """Summarises the records, writes results.json and results.csv, and gives the samples their final name.
+
+        Everything lies complete under a temporary name before the first file of an earlier evaluation is replaced.
+
+        Returns:
+            What results.json holds.
+        """
         self.close()
-        os.replace(self.directory / (SAMPLES + _PARTIAL), self.directory / SAMPLES)
+        results = summarise(self.records)
+        with ExitStack() as files:  # which closes from the last to the first: results.json is replaced at the end
+            for name, text in _tables(results).items():
+                files.enter_context(replacing(self.directory / name)).write_text(text, encoding="utf-8")
+            os.replace(self.directory / (SAMPLES + _PARTIAL), self.directory / SAMPLES)
+        return results
 
 
-def write_results(directory: Path, results: Sequence[Result]) -> None:
-    """Writes results.json and results.csv, each under a temporary name first."""
+def _tables(results: Sequence[Result]) -> dict[str, str]:
+    """The contents of results.json and results.csv."""
     rows = [asdict(result) for result in results]
     buffer = io.StringIO()
     table = csv.DictWriter(buffer, [field.name for field in fields(Result)], lineterminator="\n")
     table.writeheader()
     table.writerows(rows)
-    for name, text in ((RESULTS, json.dumps(rows, indent=2, ensure_ascii=False) + "\n"), (TABLE, buffer.getvalue())):
-        with replacing(directory / name) as path:
-            path.write_text(text, encoding="utf-8")
+    return {RESULTS: json.dumps(rows, indent=2, ensure_ascii=False) + "\n", TABLE: buffer.getvalue()}
 
 
 @contextmanager

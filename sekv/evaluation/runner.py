@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from sekv.backbone import Backbone
 from sekv.budget import Budget
 from sekv.errors import BudgetError, DataError, PolicyError
 from sekv.evaluation.metrics import match_all
-from sekv.evaluation.records import Record, Result, SampleWriter, summarise, write_results
+from sekv.evaluation.records import RESULTS, Record, Result, SampleWriter
 from sekv.evaluation.tasks import Sample, Task, parse_tasks
 from sekv.generation import Answer, ask, memory_ids, read_context
 from sekv.policies.base import Policy
@@ -102,10 +103,9 @@ class Evaluation:
             self.adapter.check_backbone(backbone)
             self.adapter.to(backbone.device)
         questions = [_question(backbone, sample) for sample in self._samples(backbone)]
-        lengths = {len(memory_ids(question.prompt, self.query_aware)) for question in questions}
-        for n in sorted(
-            {min(lengths), max(lengths)}
-        ):  # shares are tightest on the shortest context, rows on the longest
+        # Every length: the rows that a policy needs grow with the context in steps, a share grows steadily, and a
+        # context that is kept whole needs none, so neither the shortest nor the longest stands for the others.
+        for n in sorted({len(memory_ids(question.prompt, self.query_aware)) for question in questions}):
             _try_budgets(backbone, n, self.policies.values(), self.budgets)
         return questions
 
@@ -124,6 +124,11 @@ class Evaluation:
         """Answers that each question asks for: one per policy and budget."""
         return len(self.policies) * len(self.budgets)
 
+    @property
+    def has_earlier_results(self) -> bool:
+        """The output folder holds the results of an earlier evaluation; `run` replaces them when it is complete."""
+        return (self.output / RESULTS).exists()
+
     def run(self, backbone: Backbone, questions: Sequence[Question], on_record: OnRecord | None = None) -> list[Result]:
         """Answers everything and writes samples.jsonl, results.json and results.csv.
 
@@ -133,7 +138,8 @@ class Evaluation:
             on_record: called after each answer.
 
         Returns:
-            One result per task, policy and budget. An interrupted run leaves samples.jsonl.partial only.
+            One result per task, policy and budget. An interrupted run adds samples.jsonl.partial only, and leaves
+            earlier results as they are.
 
         Raises:
             BudgetError: a context needs more rows than a budget gives.
@@ -144,10 +150,7 @@ class Evaluation:
                 self._run_sample(backbone, question, writer, on_record)
         finally:
             writer.close()
-        results = summarise(writer.records)
-        writer.finish()
-        write_results(self.output, results)
-        return results
+        return writer.finish()
 
     def _run_sample(
         self, backbone: Backbone, question: Question, writer: SampleWriter, on_record: OnRecord | None
@@ -156,16 +159,20 @@ class Evaluation:
         context = read_context(backbone, memory_ids(question.prompt, self.query_aware), list(self.policies.values()))
         prefill_seconds = time.perf_counter() - start
         for spec, policy in self.policies.items():
+            record: Record | None = None
             for budget in self.budgets:
-                found = ask(
-                    context,
-                    policy,
-                    budget,
-                    question.prompt,
-                    question.sample.max_new_tokens,
-                    query_aware=self.query_aware,
-                )
-                record = self._record(spec, budget, question, context, found, prefill_seconds)
+                if record is not None and not policy.uses_budget:
+                    record = replace(record, budget=budget_number(budget))
+                else:
+                    found = ask(
+                        context,
+                        policy,
+                        budget,
+                        question.prompt,
+                        question.sample.max_new_tokens,
+                        query_aware=self.query_aware,
+                    )
+                    record = self._record(spec, budget, question, context, found, prefill_seconds)
                 writer.add(record)
                 if on_record is not None:
                     on_record(record)
@@ -255,9 +262,19 @@ def _try_budgets(backbone: Backbone, n_tokens: int, policies: Iterable[Policy], 
 
 
 def _writable(folder: Path) -> Path:
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        raise DataError(f"the output folder {folder} cannot be made: {existing} is a file")
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise DataError(f"the output folder {folder} cannot be written: no permission in {existing}")
+    """The folder, if a file can be made in it; asked by making one, because permissions do not tell for root."""
+    made = []
+    try:
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        blocking = next((path for path in (folder, *folder.parents) if path.is_file()), None)
+        reason = error.strerror if blocking is None else f"{blocking} is a file"
+        raise DataError(f"the output folder {folder} cannot be written: {reason}") from None
+    finally:
+        for path in made:  # from the innermost
+            with suppress(OSError):
+                path.rmdir()
     return folder

@@ -162,6 +162,8 @@ def _parse_task(spec: str) -> Task:
     path = Path(spec)
     if path.is_file():
         return FileTask(path)
+    if path.is_dir():
+        raise DataError(f"task '{spec}' is a folder; a task is {_ALLOWED}")
     if path.suffix in (".jsonl", ".json") or len(path.parts) > 1:
         raise DataError(f"task file '{spec}' does not exist; a task is {_ALLOWED}")
     raise DataError(f"unknown task '{spec}'; a task is {_ALLOWED}")
@@ -195,8 +197,8 @@ def _parse_line(line: str, where: str, number: int) -> Sample:
         if not record[key].strip():
             raise DataError(f"{where}: {key} is empty")
     answers = record["answers"]
-    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a for a in answers):
-        raise DataError(f"{where}: answers must be a list of one or more texts, none of them empty")
+    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
+        raise DataError(f"{where}: answers must be a list of one or more texts, none of them empty or blank")
     return Sample(
         **{key: record[key] for key in _TEXTS},
         answers=tuple(answers),

@@ -17,6 +17,8 @@ from sekv.prefill import Prefill
 from sekv.stores.base import Store
 from sekv.stores.full import FullStore
 
+_SHORT_CONTEXT = 36  # tokens: the default sinks and tail; larger ones do not lift the budget
+
 
 @dataclass(kw_only=True)
 class Policy(ABC):
@@ -29,6 +31,7 @@ class Policy(ABC):
 
     name: ClassVar[str]
     needs_surprisal: ClassVar[bool] = False
+    uses_budget: ClassVar[bool] = True  # False: the same at every budget
 
     sinks: int = 4
     tail: int = 32
@@ -52,9 +55,9 @@ class Policy(ABC):
         return self.rows(prefill, budget)
 
     def rows(self, prefill: Prefill, budget: Budget) -> Tensor:
-        """Rows allowed for each context [B]; a context no longer than sinks + tail is kept whole."""
-        lengths = prefill.lengths.tolist()
-        rows = [n if n <= self.sinks + self.tail else budget.rows_for(n) for n in lengths]
+        """Rows allowed for each context [B]; a short one of sinks and tail only is kept whole."""
+        whole = min(self.sinks + self.tail, _SHORT_CONTEXT)
+        rows = [n if n <= whole else budget.rows_for(n) for n in prefill.lengths.tolist()]
         return torch.tensor(rows, device=prefill.mask.device)
 
     @abstractmethod
@@ -67,6 +70,7 @@ class FullPolicy(Policy):
     """The full cache: nothing is dropped, whatever the budget says."""
 
     name: ClassVar[str] = "full"
+    uses_budget: ClassVar[bool] = False
 
     def compress(self, prefill: Prefill, layer: int, plan: Any) -> Store:
         """All rows, exactly."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -66,10 +67,13 @@ class HubKVPolicy(ScorerPolicy):
             raise PolicyError(f"{self.name}: kernel_size must be odd and positive, got {self.kernel_size}")
         if not 0.0 <= self.gamma <= 1.0:
             raise PolicyError(f"{self.name}: gamma must be from 0 to 1, got {self.gamma}")
-        if not 0.0 <= self.weight_low <= self.weight_high:
+        if not 0.0 <= self.weight_low <= self.weight_high < math.inf:
             raise PolicyError(
                 f"{self.name}: weight_low must be from 0 to weight_high, got {self.weight_low} and {self.weight_high}"
             )
+        for option in ("exponent", "gate_power"):
+            if not 0.0 <= getattr(self, option) < math.inf:
+                raise PolicyError(f"{self.name}: {option} must be 0 or more, got {getattr(self, option)}")
 
     @property
     def window(self) -> int:

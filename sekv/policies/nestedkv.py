@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -56,6 +57,9 @@ class NestedKVPolicy(ScorerPolicy):
         super().__post_init__()
         if self.current_window < 1:
             raise PolicyError(f"{self.name}: current_window must be 1 or more, got {self.current_window}")
+        for option in ("gap_weight", "gate_slope"):
+            if not 0.0 <= getattr(self, option) < math.inf:
+                raise PolicyError(f"{self.name}: {option} must be 0 or more, got {getattr(self, option)}")
 
     def score(self, prefill: Prefill, layer: int) -> Tensor:
         """Blended and gated anomaly [B, K, N] in [0, 1]."""
@@ -74,7 +78,7 @@ class NestedKVPolicy(ScorerPolicy):
         # Sums serve as means: a cosine does not see lengths.
         stable = unit.sum(dim=2, keepdim=True)
         episodic = _episode_sums(unit, prefill)
-        current = _window_sums(unit, self.current_window)
+        current = _window_sums(unit, min(self.current_window, unit.shape[2]))
         raw = torch.stack([-cosine_similarity(unit, memory, dim=-1) for memory in (stable, episodic, current)])
         return scale_to_unit(raw, prefill.mask[:, None])
 

@@ -130,6 +130,11 @@ def _parse_options(policy: type[Policy], parameters: dict[str, Field[Any]], opti
     known = {key: parser for key in parameters if (parser := _parser(hints[key]))}
     parsed = {}
     for key, text in options.items():
+        if key not in known and _WRAPPED in parameters and key in {f.name for f in fields(policy) if not f.init}:
+            raise PolicyError(
+                f"policy '{policy.name}' has no option '{key}', it belongs to the policy that {policy.name} wraps: "
+                f"write {policy.name}:{KeyDiffPolicy.name}[{key}={text}]"
+            )
         if key not in known:
             listed = ", ".join(sorted(known)) or "none"
             raise PolicyError(f"policy '{policy.name}' has no option '{key}'; its options: {listed}")

@@ -41,7 +41,8 @@ class SeKVPolicy(Policy):
         summary_weights: `surprisal` or `uniform`.
         max_rank: most components used of a basis.
         rope: factor keys `pre` or `post` rotation.
-        share_group: heads of a KV group share the union of their spans.
+        share_group: heads of a KV group share the union of their spans; `mean` and `oracle` always route by group.
+        zoom: False never zooms.
     """
 
     name: ClassVar[str] = "sekv"
@@ -61,6 +62,7 @@ class SeKVPolicy(Policy):
     max_rank: int | None = None
     rope: str | None = None
     share_group: bool | None = None
+    zoom: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -90,7 +92,7 @@ class SeKVPolicy(Policy):
             self._segmentation,
             None if breaks is None else breaks[prefill.input_ids],
         )
-        rope = Rope(*prefill.backbone.rope(prefill.positions)) if self._config.rope == "pre" else None
+        rope = Rope(prefill.backbone.rope, lengths, prefill.n_tokens) if self._config.rope == "pre" else None
         return SpanPlan(
             segmentation=segmentation,
             tokens=SpanTokens.of(segmentation),
@@ -116,7 +118,7 @@ class SeKVPolicy(Policy):
             plan.rope,
         )
         router = self.adapter.router(layer) if self.routing == "learned" and self.adapter is not None else None
-        routing = Routing(self.routing, router, self.fill, self._config.share_group)
+        routing = Routing(self.routing, router, self.fill, self._config.zoom, self._config.share_group)
         return kind(key, value, memory, plan, routing, **options)
 
     def token_weights(self, prefill: Prefill) -> Tensor:

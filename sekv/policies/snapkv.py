@@ -21,9 +21,9 @@ _LOGIT_BYTES = 64 * 2**20  # float32 attention rows that may exist at once
 class SnapKVPolicy(ScorerPolicy):
     """SnapKV (arXiv 2404.14469): keeps the tokens that a window of last queries attends to, and the window itself.
 
-    score_i = pool(mean over window queries of softmax(q.k / sqrt(d))_i), averaged over the query heads of a KV head;
-    each window query sees the tokens up to its own, and only tokens before the window are scored. Window tokens get the
-    layer's highest score and are protected.
+    score_i = pool(mean over window queries of softmax(scaling * q.k)_i), averaged over the query heads of a KV head;
+    each window query sees the tokens up to its own, and only tokens before the window are scored. The scaling is the
+    backbone's, mostly 1 / sqrt(d). Window tokens get the layer's highest score and are protected.
 
     Departures: kernel 5 with average pooling, the defaults of the authors' code (their LongBench runs are
     `snapkv[window=32,kernel_size=7,pooling=max]`); scores are averaged over a group, where that code keeps keys per
@@ -70,7 +70,9 @@ class SnapKVPolicy(ScorerPolicy):
                 f"call prefill(..., window={self.window})"
             )
         key = prefill.key_value(layer)[0]
-        attention = window_attention(queries[:, :, -n_window:], key, prefill.mask)
+        attention = window_attention(
+            queries[:, :, -n_window:], key, prefill.mask, prefill.backbone.attention_scaling(layer)
+        )
         in_prefix = prefill.mask[:, None].clone()
         in_prefix[..., prefill.n_tokens - n_window :] = False
         pooled = self._pool(attention.masked_fill(~in_prefix, 0.0))
@@ -84,20 +86,21 @@ class SnapKVPolicy(ScorerPolicy):
         return avg_pool1d(attention, self.kernel_size, stride=1, padding=self.kernel_size // 2)
 
 
-def window_attention(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+def window_attention(query: Tensor, key: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """Mean attention of the last W tokens of each context to all its tokens, causal; never N x N.
 
     Args:
         query: rotated queries of the last W (padded) tokens [B, H, W, d].
         key: rotated keys [B, K, N, d].
         mask: True for real tokens [B, N], padding on the left.
+        scaling: factor on q.k.
 
     Returns:
         Float32 [B, H, N], 0 at padding; the average over the W queries that are real tokens.
     """
     batch, heads, n_window, dim = query.shape
     kv_heads, n_tokens = key.shape[1:3]
-    grouped = query.float().reshape(batch, kv_heads, -1, n_window, dim) * dim**-0.5
+    grouped = query.float().reshape(batch, kv_heads, -1, n_window, dim) * scaling
     transposed = key.float().mT
     token = torch.arange(n_tokens, device=key.device)
     total = torch.zeros(batch, kv_heads, heads // kv_heads, n_tokens, device=key.device)

@@ -140,6 +140,28 @@ class Store(ABC):
         twin.meter = Meter()
         return twin
 
+    def exact_mask(self, n_queries: int, tail_mask: Tensor | None) -> Tensor | None:
+        """Which exact rows each query may see, context part and tail together.
+
+        Args:
+            n_queries: Q.
+            tail_mask: as `attend` receives it.
+
+        Returns:
+            bool [B, 1, Q, rows], or None when every query sees everything.
+        """
+        device, batch = self.lengths.device, self.lengths.shape[0]
+        tail = tail_mask if tail_mask is not None else causal_tail_mask(n_queries, self.tail_length, device)
+        context = self.exact.mask
+        if tail is None and context is None:
+            return None
+        if tail is None:
+            tail = torch.ones(1, 1, n_queries, self.tail_length, dtype=torch.bool, device=device)
+        if context is None:
+            context = torch.ones(1, self.exact.n_context, dtype=torch.bool, device=device)
+        parts = (context[:, None, None], tail)
+        return torch.cat([part.expand(batch, 1, n_queries, -1) for part in parts], dim=-1)
+
     @abstractmethod
     def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Answers queries from the context memory and the tail in one softmax.

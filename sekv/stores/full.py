@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sekv.stores.base import ExactRows, Store, causal_tail_mask
+from sekv.stores.base import ExactRows, Store
 
 
 class FullStore(Store):
@@ -26,7 +26,7 @@ class FullStore(Store):
         kv_heads = self.exact.key.shape[1]
         self.meter.queries += query.shape[0] * query.shape[2] * kv_heads
         self.meter.rows += float(self.lengths.sum()) * query.shape[2] * kv_heads
-        mask = self._mask(query.shape[2], tail_mask, query.device)
+        mask = self.exact_mask(query.shape[2], tail_mask)
         batch, heads, n_queries, dim = query.shape
         if (
             n_queries == 1
@@ -36,20 +36,6 @@ class FullStore(Store):
             query, self.exact.key, self.exact.value, attn_mask=mask, scale=scaling, enable_gqa=n_queries > 1
         )
         return output.reshape(batch, heads, n_queries, -1)
-
-    def _mask(self, n_queries: int, tail_mask: Tensor | None, device: torch.device) -> Tensor | None:
-        tail = tail_mask if tail_mask is not None else causal_tail_mask(n_queries, self.tail_length, device)
-        context = self.exact.mask
-        if tail is None and context is None:
-            return None
-        batch = self.lengths.shape[0]
-        if tail is None:
-            tail = torch.ones(1, 1, n_queries, self.tail_length, dtype=torch.bool, device=device)
-        if context is None:
-            context = torch.ones(1, self.exact.n_context, dtype=torch.bool, device=device)
-        tail = tail.expand(batch, 1, n_queries, self.tail_length)
-        context = context[:, None, None].expand(batch, 1, n_queries, self.exact.n_context)
-        return torch.cat([context, tail], dim=-1)
 
     def resident_tensors(self) -> list[Tensor | None]:
         """The buffers."""

@@ -38,7 +38,7 @@ class SpanPlan:
         tokens: index tables of its spans.
         zoom_rows: rows left for zooming after exact rows and summaries [B].
         lengths: true tokens of each context [B].
-        rope: rotary tables to factor keys before RoPE; None when they are factored as they are.
+        rope: rotation to undo before keys are factored; None when they are factored as they are.
     """
 
     segmentation: Segmentation
@@ -46,6 +46,10 @@ class SpanPlan:
     zoom_rows: Tensor
     lengths: Tensor
     rope: Rope | None
+
+    def tensors(self) -> list[Tensor]:
+        """The live tensors, for byte counts."""
+        return [*vars(self.segmentation).values(), *vars(self.tokens).values(), self.zoom_rows, self.lengths]
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,14 @@ class Routing:
         mode: `learned`, `mean` or `oracle`.
         router: one layer's parameters, for `learned`.
         fill: zoom below the threshold too while rows are left.
+        zoom: False never zooms: summaries only (ablation).
         share_group: all heads of a KV group attend to the union of their spans.
     """
 
     mode: str
     router: LayerRouter | None = None
     fill: bool = False
+    zoom: bool = True
     share_group: bool = True
 
 
@@ -154,25 +160,15 @@ class SpanStore(Store):
 
     def _select(self, margin: Tensor, thresholded: bool) -> Tensor:
         """Spans to zoom into [B, K or H, Q, S], within the rows left."""
+        if not self.routing.zoom:
+            return torch.zeros_like(margin, dtype=torch.bool)
         eligible = margin >= 0 if thresholded else None
         return select_spans(margin, self._length[:, None, None], self.plan.zoom_rows[:, None, None], eligible)
 
     def _exact_rows(self, n_queries: int, tail_mask: Tensor | None) -> RowSet:
         """Exact context rows and the tail as one set."""
-        tail = (
-            tail_mask if tail_mask is not None else causal_tail_mask(n_queries, self.tail_length, self.lengths.device)
-        )
-        context = self.exact.mask
-        visible = None
-        if tail is not None or context is not None:
-            batch, device = self.lengths.shape[0], self.lengths.device
-            if context is None:
-                context = torch.ones(1, self.exact.n_context, dtype=torch.bool, device=device)
-            if tail is None:
-                tail = torch.ones(1, 1, n_queries, self.tail_length, dtype=torch.bool, device=device)
-            context = context[:, None, None].expand(batch, 1, n_queries, -1)
-            visible = torch.cat([context, tail.expand(batch, 1, n_queries, -1)], dim=-1)[:, :, None]
-        return RowSet(self.exact.key, self.exact.value, visible=visible)
+        visible = self.exact_mask(n_queries, tail_mask)
+        return RowSet(self.exact.key, self.exact.value, visible=None if visible is None else visible[:, :, None])
 
     def _summary_rows(self, zoomed: Tensor | None = None, gate: Tensor | None = None) -> RowSet:
         """One row per span with the logit's log|S|, hidden or gated off where the span is zoomed."""
@@ -300,13 +296,14 @@ class OffloadedSpanStore(SpanStore):
         rope = self.plan.rope
         if rope is None:
             return rows
-        index = (self.plan.segmentation.span_start[row, span][:, None] + token).clamp_max(rope.cos.shape[1] - 1)
-        turned = rotate(rows.float(), rope.cos[row[:, None], index], rope.sin[row[:, None], index]).to(rows.dtype)
+        index = (self.plan.segmentation.span_start[row, span][:, None] + token).clamp_max(rope.n_tokens - 1)
+        turned = rotate(rows.float(), *rope.at(row[:, None], index)).to(rows.dtype)
         return torch.where(raw[:, None, None], rows, turned)
 
     def resident_tensors(self) -> list[Tensor | None]:
-        """Exact rows, summaries, and what routing needs; index and rotary tables are shared by the layers."""
-        return [*self.exact.tensors(), self.summary_key, self.summary_value, self.norm, self.span_keys]
+        """Exact rows, summaries, what routing needs, and the index tables that all layers share."""
+        own = [*self.exact.tensors(), self.summary_key, self.summary_value, self.norm, self.span_keys]
+        return [*own, *self.plan.tensors()]
 
     def host_tensors(self) -> list[Tensor | None]:
         """The banks of bases."""

@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sekv.evaluation.plots import plot_scores
-from sekv.evaluation.records import Record, SampleWriter, replacing, summarise, write_results
+from sekv.evaluation.records import Record, SampleWriter, replacing, summarise
 from sekv.evaluation.report import budget_label, format_bytes, results_table
 
 RECORD = Record(
@@ -70,14 +71,42 @@ def test_samples_are_readable_as_they_come_and_named_when_all_are_there(tmp_path
     assert json.loads(partial.read_text("utf-8"))["output"] == "ä b"
     writer.add(records()[2])
     writer.finish()
-    assert [path.name for path in folder.iterdir()] == ["samples.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == ["results.csv", "results.json", "samples.jsonl"]
     assert [json.loads(line)["index"] for line in (folder / "samples.jsonl").read_text("utf-8").splitlines()] == [0, 1]
 
 
+def finished(folder: Path, made: list[Record]) -> SampleWriter:
+    writer = SampleWriter(folder)
+    for record in made:
+        writer.add(record)
+    assert writer.finish() == summarise(made)
+    return writer
+
+
+def test_earlier_results_stay_until_all_new_ones_are_complete(tmp_path: Path, monkeypatch) -> None:
+    finished(tmp_path, records())
+    old = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    writer = SampleWriter(tmp_path)
+    writer.add(replace(RECORD, score=1.0))
+    monkeypatch.setattr(csv.DictWriter, "writerows", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        writer.finish()
+    partial = tmp_path / "samples.jsonl.partial"
+    assert json.loads(partial.read_text())["score"] == 1.0
+    partial.unlink()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == old
+
+
+def test_results_json_is_replaced_last(tmp_path: Path, monkeypatch) -> None:
+    order: list[str] = []
+    real = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: order.append(Path(new).name) or real(old, new))
+    finished(tmp_path, records())
+    assert order == ["samples.jsonl", "results.csv", "results.json"]
+
+
 def test_results_are_written_as_json_and_csv(tmp_path: Path) -> None:
-    results = summarise(records())
-    write_results(tmp_path, results)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.csv", "results.json"]
+    finished(tmp_path, records())
     loaded = json.loads((tmp_path / "results.json").read_text())
     assert [(r["policy"], r["budget"]) for r in loaded] == [("keydiff", 0.1), ("full", 0.1), ("keydiff", 64)]
     rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
@@ -131,7 +160,7 @@ def test_budgets_are_readable(budget: float, text: str) -> None:
 @pytest.mark.parametrize("n_tasks", [1, 4])
 def test_a_plot_is_drawn_for_any_mix(tmp_path: Path, policies: list[str], n_tasks: int) -> None:
     made = [
-        replace(RECORD, policy=policy, task=f"t{i}", budget=budget)
+        replace(RECORD, policy=policy, task=rf"t$\x{i}$", budget=budget)
         for policy in policies
         for i in range(n_tasks)
         for budget in (0.1, 409)

@@ -168,6 +168,55 @@ def test_an_output_that_is_a_file_is_refused(task_file: Path, tmp_path: Path) ->
             Evaluation.plan(["full"], [str(task_file)], [0.5], output)
 
 
+@pytest.mark.parametrize("output", ["/proc/x", "/proc/x/y", "x" * 300])
+def test_an_output_that_cannot_be_made_is_refused(task_file: Path, tmp_path: Path, monkeypatch, output: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(DataError, match=r"the output folder .* cannot be written: "):
+        Evaluation.plan(["full"], [str(task_file)], [0.5], output)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_trying_the_output_leaves_nothing_new_and_nothing_old_out(task_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "file").write_text("x")
+    for output in (tmp_path / "old", tmp_path / "old" / "a" / "b", tmp_path / "new" / "c"):
+        Evaluation.plan(["full"], [str(task_file)], [0.5], output)
+    assert [path.name for path in (tmp_path / "old").iterdir()] == ["file"]
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("lengths", [(3, 200, 2000), (2000, 200, 3)])
+def test_a_budget_too_small_for_a_context_of_middle_length_is_found_before_any_is_read(
+    tiny_backbone, tmp_path: Path, monkeypatch, lengths: tuple[int, ...]
+) -> None:
+    line = {"task": "t", "question": "q", "answer_prefix": "", "answers": ["a"], "max_new_tokens": 4}
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(line | {"context": "a" * n}) + "\n" for n in lengths))
+    monkeypatch.setattr(runner, "read_context", lambda *args: pytest.fail("a context was read"))
+    with pytest.raises(BudgetError, match="needs at least"):
+        evaluate(tiny_backbone, ["full", "sekv[routing=mean]"], [str(path)], [0.2], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_policy_that_ignores_the_budget_answers_once_for_all_budgets(
+    tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch
+) -> None:
+    asked = []
+    real = runner.ask
+    monkeypatch.setattr(
+        runner, "ask", lambda context, policy, *a, **k: asked.append(policy) or real(context, policy, *a, **k)
+    )
+    evaluation = Evaluation.plan(["full", "keydiff"], [str(task_file)], [0.2, 0.5, 64], tmp_path / "out", limit=2)
+    seen: list[Any] = []
+    results = evaluation.run(tiny_backbone, evaluation.prepare(tiny_backbone), on_record=seen.append)
+    assert [policy.name for policy in asked] == 2 * ["full", "keydiff", "keydiff", "keydiff"]
+    assert [(r.policy, r.budget) for r in results] == [(p, b) for p in ("full", "keydiff") for b in (0.2, 0.5, 64)]
+    assert len(seen) == 2 * evaluation.answers_per_question
+    first, *others = [vars(record) for record in seen[:3]]
+    assert [other | {"budget": 0.2} for other in others] == [first, first]
+
+
 @pytest.mark.parametrize("budget", [8, 0.01])
 def test_a_budget_too_small_is_found_before_the_first_context_is_read(
     tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch, budget: float
@@ -202,3 +251,22 @@ def test_an_interrupted_run_keeps_its_answers_under_a_partial_name(
         evaluation.run(tiny_backbone, questions, on_record=stop)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["samples.jsonl.partial"]
     assert len(load(tmp_path / "out" / "samples.jsonl.partial")) == 1
+
+
+def test_an_interrupted_rerun_leaves_the_earlier_results(tiny_backbone, task_file: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    first = Evaluation.plan(["full"], [str(task_file)], [1.0], out)
+    assert not first.has_earlier_results
+    first.run(tiny_backbone, first.prepare(tiny_backbone))
+    old = {path.name: path.read_bytes() for path in out.iterdir()}
+
+    def stop(record: object) -> None:
+        raise KeyboardInterrupt
+
+    second = Evaluation.plan(["keydiff"], [str(task_file)], [0.5], out)
+    assert second.has_earlier_results
+    with pytest.raises(KeyboardInterrupt):
+        second.run(tiny_backbone, second.prepare(tiny_backbone), on_record=stop)
+    new = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert json.loads(new.pop("samples.jsonl.partial"))["policy"] == "keydiff"
+    assert new == old

@@ -59,6 +59,7 @@ def test_the_limit_holds_for_each_task_of_a_file(tmp_path, tokenizer) -> None:
         (GOOD | {"answers": "a"}, r"line 2: answers must be a list"),
         (GOOD | {"answers": []}, r"line 2: answers must be a list"),
         (GOOD | {"answers": ["a", ""]}, r"line 2: answers must be a list"),
+        (GOOD | {"answers": ["a", " \n"]}, r"line 2: answers must be .* none of them empty or blank"),
         (GOOD | {"max_new_tokens": 0}, r"line 2: max_new_tokens is 0, expected a whole number of at least 1"),
         (GOOD | {"max_new_tokens": True}, r"line 2: max_new_tokens is True"),
         (GOOD | {"index": "x"}, r"line 2: index is 'x'"),
@@ -99,6 +100,8 @@ def test_empty_unreadable_and_repeated_tasks_are_refused(tmp_path) -> None:
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="cannot be read"):
         parse_tasks([str(tmp_path / "binary.jsonl")])
+    with pytest.raises(DataError, match="is a folder; a task is a JSONL file"):
+        parse_tasks([str(tmp_path)])
     with pytest.raises(DataError, match="no task given"):
         parse_tasks([])
     with pytest.raises(DataError, match="two tasks are called niah:512"):

@@ -43,7 +43,11 @@ def left_padding(lengths: list[int]) -> Tensor:
 def plain_prefill(key: Tensor, mask: Tensor | None = None, queries: Tensor | None = None) -> Prefill:
     """A prefill of one layer with keys [B, K, N, d]; values are the keys."""
     batch, kv_heads, n, _ = key.shape
-    backbone = SimpleNamespace(name="plain", geometry=SimpleNamespace(num_layers=1, num_kv_heads=kv_heads))
+    backbone = SimpleNamespace(
+        name="plain",
+        geometry=SimpleNamespace(num_layers=1, num_kv_heads=kv_heads),
+        attention_scaling=lambda layer: key.shape[-1] ** -0.5,
+    )
     return Prefill(
         backbone=cast(Backbone, backbone),
         keys=[key],

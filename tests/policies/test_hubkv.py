@@ -142,7 +142,18 @@ def test_only_scorers_can_be_refined(base):
         HubKVPolicy(base=base)
 
 
-@pytest.mark.parametrize("option", [{"kernel_size": 4}, {"gamma": 1.5}, {"weight_low": 2.0}])
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"kernel_size": 4},
+        {"kernel_size": -3},
+        {"gamma": 1.5},
+        {"weight_low": 2.0},
+        {"exponent": -0.5},
+        {"gate_power": -1.0},
+        {"gate_power": float("nan")},
+    ],
+)
 def test_options_out_of_range(option):
     with pytest.raises(PolicyError, match=next(iter(option))):
         HubKVPolicy(**option)

@@ -48,6 +48,12 @@ def test_too_small_a_budget_says_the_smallest(tiny_backbone):
     assert len(rows) == 2
 
 
+def test_many_sinks_do_not_lift_the_budget(tiny_backbone):
+    state = prefill(tiny_backbone, ids(1, 300))
+    with pytest.raises(BudgetError, match="too small"):
+        compress(state, SeKVPolicy(routing="mean", sinks=1000), 0.5)
+
+
 def test_surprisal_is_needed(tiny_backbone):
     state = prefill(tiny_backbone, ids(1, 200), surprisal=False)
     with pytest.raises(PolicyError, match="needs surprisal"):

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 import sekv.policies.snapkv as snapkv_module
+from sekv.backbone import Backbone
 from sekv.errors import PolicyError
 from sekv.policies.snapkv import SnapKVPolicy, window_attention
+from sekv.prefill import prefill
 from tests.policies.specs import left_padding, plain_prefill, randn
 
 G = 3
@@ -43,7 +45,7 @@ def test_window_attention_equals_full_attention(monkeypatch, logit_bytes):
     monkeypatch.setattr(snapkv_module, "_LOGIT_BYTES", logit_bytes)  # one query at a time, and all together
     lengths = [40, 23, 5]
     query, key = randn(3, 2 * G, 40, 8), randn(3, 2, 40, 8, seed=1)
-    attention = window_attention(query[:, :, -8:], key, left_padding(lengths))
+    attention = window_attention(query[:, :, -8:], key, left_padding(lengths), 8**-0.5)
     for b, n in enumerate(lengths):
         expected = full_attention(query[b, :, 40 - n :], key[b, :, 40 - n :])[:, -8:].mean(dim=1)
         torch.testing.assert_close(attention[b, :, 40 - n :], expected)
@@ -61,6 +63,21 @@ def test_scores_equal_the_loop(pooling, kernel):
     for b, n in enumerate(lengths):
         expected = loop_score(query[b, :, 40 - n :], key[b, :, 40 - n :], 8, kernel, pooling)
         torch.testing.assert_close(score[b, :, 40 - n :], expected)
+
+
+def test_attention_is_scaled_as_the_backbone_scales_it(make_tiny_model):
+    model = make_tiny_model("llama")
+    for block in model.model.layers:
+        block.self_attn.scaling = 0.07  # 1 / sqrt(d) is 0.25
+    ids = torch.randint(3, 259, (1, 40), generator=torch.Generator().manual_seed(0))
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        attentions = model(ids, output_attentions=True).attentions
+    state = prefill(Backbone.from_model(model), ids, window=8)
+    policy = SnapKVPolicy(window=8, kernel_size=1)
+    for layer, attention in enumerate(attentions):
+        expected = attention[:, :, -8:].mean(dim=2).unflatten(1, (2, 2)).mean(dim=2)[..., :-8]
+        torch.testing.assert_close(policy.score(state, layer)[..., :-8], expected)
 
 
 def test_the_window_is_kept_even_beyond_the_tail():

@@ -142,10 +142,13 @@ def test_oracle_covers_the_most_mass(tiny_backbone):
 
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ["pre", "post"])
-def test_training_and_inference_agree(tiny_backbone, rope):
+@pytest.mark.parametrize("gates", ["open", "mixed"])
+def test_training_and_inference_agree(tiny_backbone, rope, gates):
     backbone = tiny_backbone
     config = SeKVConfig(routing_dim=8, max_span=24, max_rank=6, rope=rope)
     adapter = SeKVAdapter.create(backbone, config)
+    if gates == "mixed":  # some components fall below the floor, so fewer spans are cheaper as raw rows
+        adapter.gate.outer.bias.copy_(torch.linspace(4.0, -5.0, 6))
     context, question = ids(2, 260), ids(2, 9, seed=1)
     mask = torch.ones(2, 260, dtype=torch.bool)
     mask[1, :70] = False
@@ -175,6 +178,25 @@ def test_trace_masses_add_up_and_gradients_reach_everything(tiny_backbone):
     for name, parameter in adapter.named_parameters():
         assert parameter.grad is not None and float(parameter.grad.abs().sum()) > 0, name
     assert all(p.grad is None for p in backbone.model.parameters())
+
+
+@torch.no_grad()
+def test_what_layers_share_is_counted_once(tiny_backbone):
+    cache = compress(prefill(tiny_backbone, ids(1, 600)), SeKVPolicy(routing="mean"), 0.3)
+    first, second = cache.stores
+    shared = sum(t.untyped_storage().nbytes() for t in first.plan.tensors())
+    assert cache.resident_bytes == first.resident_bytes + second.resident_bytes - shared
+    assert shared > 0
+
+
+@torch.no_grad()
+def test_without_zoom_only_summaries_answer(tiny_backbone):
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, zoom=False))
+    store = compress(prefill(tiny_backbone, ids(1, 400)), SeKVPolicy(adapter=adapter), 0.3).stores[0]
+    store.append(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16))
+    store.attend(torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0)), 0.25, None)
+    assert store.meter.moved_bytes == 0
+    assert store.meter.mean_rows == float(store.plan.segmentation.persistent_rows)
 
 
 @torch.no_grad()
