@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import math
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -20,10 +22,12 @@ from sekv.cache import ATTENTION_NAME, register_attention
 from sekv.default_backbone import default_backbone_dir
 from sekv.errors import BackboneError, DataError
 from sekv.hub import hub_snapshot, quiet_progress
+from sekv.rotary import rotate
 
 DEFAULT_BACKBONE = "smollm2-135m"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _GEOMETRY_KEYS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
 _SKETCH_SIZE = 16  # probes per sketched layer
 _SKETCH_COSINE = 0.95  # 4-bit copies of the same weights stay above 0.99, other weights of the same shape near 0
@@ -254,6 +258,22 @@ class Backbone:
             return self._rotary(like, positions, layer_type="full_attention")
         return self._rotary(like, positions)
 
+    @cached_property
+    def rotates_halves(self) -> bool:
+        """True when RoPE pairs dimension i with i + rot_dim / 2, which is what undoing it on keys relies on."""
+        attention = self._attention(self.geometry.compressible[0])
+        apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
+        if apply is None:
+            return False
+        cos, sin = self.rope(torch.tensor([[3]], device=self.device))
+        probe = torch.arange(1.0, self.geometry.head_dim + 1, device=self.device).reshape(1, 1, 1, -1)
+        try:
+            theirs = apply(probe, probe, cos, sin)[1]
+        except RuntimeError:  # a part of the head is rotated, and the module cuts it out before the call
+            probe = probe[..., : cos.shape[-1]]
+            theirs = apply(probe, probe, cos, sin)[1]
+        return torch.allclose(theirs, rotate(probe, cos[:, None], sin[:, None]), rtol=1e-4)
+
     def fingerprint(self) -> dict[str, Any]:
         """What tells this backbone from another: geometry, rotation, vocabulary, and a sketch of its weights.
 
@@ -413,7 +433,7 @@ def _locate(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
         raise BackboneError(
             f"backbone '{name}' is neither a folder, nor a Hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, "
             f"nor the embedded '{DEFAULT_BACKBONE}'"

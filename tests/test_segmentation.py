@@ -102,7 +102,9 @@ def test_splits_prefer_line_breaks():
     assert moved.span_start[0].tolist() == [4, 52, 107]
     breaks[0] = False
     breaks[0, 20] = True  # too far from any cut
-    assert segment(values, mask, torch.tensor([100]), SegmentationConfig(max_span=64), breaks).span_start[0].tolist() == [
+    assert segment(values, mask, torch.tensor([100]), SegmentationConfig(max_span=64), breaks).span_start[
+        0
+    ].tolist() == [
         4,
         54,
         104,

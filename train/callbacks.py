@@ -113,7 +113,7 @@ class RunSummary(Callback):
         """First and last figures; on held-out text, what share of the teacher's span mass each router covers too."""
         table = Table("", "first", "last", title="Training summary", title_justify="left")
         if self.parameters:
-            table.add_row("trainable parameters", "", self.parameters)
+            table.add_row(f"trainable parameters {self.parameters}", "", "")
         if self.loss:
             n = max(1, round(_SHARE_OF_ENDS * len(self.loss)))
             first, last = sum(self.loss[:n]) / n, sum(self.loss[-n:]) / n

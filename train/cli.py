@@ -233,7 +233,6 @@ class TrainCLI(LightningCLI):
         best = self.best.best_model_path if self.best is not None else ""  # a file may be left from a run replaced
         return Path(best) if best else last
 
-
     def _check_everything(self) -> None:
         """Loads the backbone and reads the documents: what is refused here leaves no folder behind."""
         self.model.check_documents(self.datamodule)

@@ -79,8 +79,8 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise AdapterError(f"{path} does not exist; `sekv train` writes checkpoints under runs/NAME/checkpoints")
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise AdapterError(f"{path} cannot be read: {error.strerror or error}") from None
+    except PermissionError as error:
+        raise AdapterError(f"{path} cannot be read: {error.strerror}") from None
     except Exception:  # foreign bytes break the reader in many ways; what torch advises then is to execute them
         raise AdapterError(
             f"{path} is not a training checkpoint of sekv, or it is damaged or truncated; give a file that "

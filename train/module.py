@@ -328,7 +328,7 @@ class SeKVModule(LightningModule):
             "train_router": checkpoint["hyper_parameters"].get("train_router", True),
             **asdict(SeKVConfig(**saved["config"])),
         }
-        changed = [f"{n} was {then.get(n)} and is {now.get(n)}" for n in sorted(now | then) if now.get(n) != then.get(n)]
+        changed = [f"{name} was {then[name]} and is {value}" for name, value in now.items() if value != then[name]]
         if changed:
             raise AdapterError(
                 f"the checkpoint was trained with other settings: {'; '.join(changed)}. Give the settings of its run, "

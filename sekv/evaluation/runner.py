@@ -270,8 +270,9 @@ def _writable(folder: Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        blocking = next((path for path in (folder, *folder.parents) if path.is_file()), None)
-        reason = error.strerror if blocking is None else f"{blocking} is a file"
+        reason = error.strerror
+        if isinstance(error, (FileExistsError, NotADirectoryError)):
+            reason = next((f"{path} is a file" for path in (folder, *folder.parents) if path.is_file()), reason)
         raise DataError(f"the output folder {folder} cannot be written: {reason}") from None
     finally:
         for path in made:  # from the innermost

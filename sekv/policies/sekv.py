@@ -80,6 +80,11 @@ class SeKVPolicy(Policy):
 
     def prepare(self, prefill: Prefill, budget: Budget) -> SpanPlan:
         """Cuts the contexts and sees what is left for zooming."""
+        if self._config.rope == "pre" and not prefill.backbone.rotates_halves:
+            raise PolicyError(
+                f"'{prefill.backbone.name}' does not rotate keys in the half-split layout, so RoPE cannot be undone on "
+                "them; use sekv[rope=post]"
+            )
         rows, lengths = self.rows(prefill, budget), prefill.lengths
         minimum = torch.tensor([self._segmentation.minimum_rows(n) for n in lengths.tolist()], device=lengths.device)
         check_minimum(rows, minimum, lengths, "sekv (sinks, tail, a summary of every span and one zoomed span)")

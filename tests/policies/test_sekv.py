@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import CohereConfig, CohereForCausalLM
 
 from sekv.adapter import SeKVAdapter, SeKVConfig
+from sekv.backbone import Backbone
 from sekv.errors import AdapterError, BudgetError, PolicyError
 from sekv.policies.base import compress
 from sekv.policies.sekv import SeKVPolicy, training_cache
@@ -52,6 +54,21 @@ def test_many_sinks_do_not_lift_the_budget(tiny_backbone):
     state = prefill(tiny_backbone, ids(1, 300))
     with pytest.raises(BudgetError, match="too small"):
         compress(state, SeKVPolicy(routing="mean", sinks=1000), 0.5)
+
+
+def test_a_rotation_in_pairs_is_refused_before_rope_and_fine_after(tokenizer):
+    settings = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 259}
+    config = CohereConfig(hidden_size=64, intermediate_size=96, logit_scale=1.0, pad_token_id=0, **settings)
+    backbone = Backbone.from_model(CohereForCausalLM(config).eval(), tokenizer, "tiny-cohere")
+    state = prefill(backbone, ids(1, 300))
+    with pytest.raises(PolicyError, match=r"half-split layout.*use sekv\[rope=post\]"):
+        compress(state, SeKVPolicy(routing="mean"), 0.4)
+    assert len(compress(state, SeKVPolicy(routing="mean", rope="post"), 0.4).stores) == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_the_half_split_layout_is_recognised(make_tiny_backbone, family):
+    assert make_tiny_backbone(family).rotates_halves
 
 
 def test_surprisal_is_needed(tiny_backbone):

@@ -29,13 +29,14 @@ def trainer_at(step, metrics, **extra):
 
 
 def test_lines_have_true_rates_and_come_at_logging_steps_only(monkeypatch):
-    clock = iter([0.0, 8.0, 20.0, 22.0])
+    clock = iter([0.0, 8.0])
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: next(clock))
     printed = io.StringIO()
     lines = ProgressLines(Console(file=printed, width=200))
     batch = {"attention_mask": torch.ones(2, 50)}
-    lines.on_train_start(trainer_at(0, {}), None)
+    lines.on_train_batch_start(trainer_at(0, {}), None, batch, 0)
     lines.on_train_batch_end(trainer_at(1, {"train/loss": 3.0}), None, None, batch, 0)
+    lines.on_train_batch_start(trainer_at(1, {}), None, batch, 1)
     assert printed.getvalue() == ""
     lines.on_train_batch_end(trainer_at(2, {"train/loss": 2.5}), None, None, batch, 1)
     # 2 steps and 200 tokens in 8 seconds; 8 steps are left.
@@ -43,14 +44,17 @@ def test_lines_have_true_rates_and_come_at_logging_steps_only(monkeypatch):
 
 
 def test_validation_time_does_not_count_as_training(monkeypatch):
-    clock = iter([0.0, 100.0, 102.0, 102.0])
+    clock = iter([0.0, 100.0, 102.0])
     monkeypatch.setattr(callbacks.time, "monotonic", lambda: next(clock))
     printed = io.StringIO()
     lines = ProgressLines(Console(file=printed, width=200))
-    lines.on_train_start(trainer_at(0, {}), None)
+    batch = {"attention_mask": torch.ones(1, 10)}
+    lines.on_train_batch_start(trainer_at(0, {}), None, batch, 0)
+    lines.on_train_batch_end(trainer_at(1, {}), None, None, batch, 0)
     lines.on_validation_end(trainer_at(1, {"val/loss": 1.0, "train/loss": 9.0}), None)
     assert text_of(printed) == "held out after step 1 loss 1"
-    lines.on_train_batch_end(trainer_at(2, {}), None, None, {"attention_mask": torch.ones(1, 10)}, 1)
+    lines.on_train_batch_start(trainer_at(1, {}), None, batch, 1)
+    lines.on_train_batch_end(trainer_at(2, {}), None, None, batch, 1)
     assert "2.00 s/step" in text_of(printed)
 
 
@@ -72,6 +76,13 @@ def test_the_summary_compares_first_and_last():
     assert rows["by the untrained inner product, same rows"] == ["30.0%", "30.0%"]
     assert rows["effective rank of a span"] == ["7.2", "7.2"]
     assert "rows attended" not in rows
+
+
+def test_what_is_trained_is_in_the_summary():
+    summary = RunSummary()
+    module = SimpleNamespace(describe_parameters=lambda: "560,000 (0.41% of the backbone)")
+    summary.on_train_start(trainer_at(0, {}), module)
+    assert rows_of(summary) == {"trainable parameters 560,000 (0.41% of the backbone)": ["", ""]}
 
 
 def test_a_whole_sanity_check_is_the_first_figure_and_a_partial_one_is_not():

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,8 +14,9 @@ import torch
 import yaml
 
 from sekv.adapter import SeKVAdapter
-from train.cli import main
+from train.cli import TrainCLI, main
 from train.export import export_checkpoint
+from train.module import SeKVModule
 
 
 @pytest.fixture
@@ -61,6 +66,7 @@ def test_a_run_leaves_checkpoints_curves_and_its_configuration(config, capsys):
     assert "step 4/4" in printed
     assert "s/step" in printed
     assert "covered by the learned router" in printed
+    assert printed.count("trainable parameters") == 2  # at the start and in the summary
     assert f"sekv export {run}/checkpoints/best.ckpt {run}/adapter" in " ".join(printed.split())
 
 
@@ -156,6 +162,16 @@ def test_without_held_out_text_the_last_checkpoint_is_the_one_to_export(config, 
         (["--resume", "/no/such.ckpt"], "no checkpoint /no/such.ckpt to resume from"),
         (["--resume", "last"], "last.ckpt to resume from; give --name"),
         (["--model.budgets", "[0.22]"], "a budget of 0.22 needs documents of at least"),
+        (["--model.lr", "-1"], "model.lr must be a number above 0, got -1"),
+        (["--model.weight_decay", "-1"], "model.weight_decay must be 0 or more, got -1"),
+        (["--data.max_documents", "-1"], "need data.max_documents >= 1, got -1"),
+        (["--data.num_workers", "-1"], "need data.num_workers >= 0, got -1"),
+        (["--trainer.accelerator", "foo"], "the trainer cannot be made: You selected an invalid accelerator"),
+        (["--trainer.val_check_interval", "0"], "trainer.val_check_interval must be above 0"),
+        (["--trainer.log_every_n_steps", "0"], "trainer.log_every_n_steps must be above 0"),
+        (["--save_every", "0"], "save_every must be above 0"),
+        (["--trainer.max_steps", "0"], "nothing left to train"),
+        (["--trainer.max_steps", "-1"], "set trainer.max_steps"),
     ],
 )
 def test_a_mistake_is_one_line_before_the_backbone_loads(config, arguments, message, capsys):
@@ -165,7 +181,7 @@ def test_a_mistake_is_one_line_before_the_backbone_loads(config, arguments, mess
     assert len(lines) == 1
     assert message in lines[0]
     assert "Traceback" not in captured.err
-    assert not (run_folder(config) / "checkpoints").exists()
+    assert not (config.parent / "runs").exists()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +209,89 @@ def test_a_checkpoint_that_is_not_one_is_refused(config, tmp_path, capsys):
     broken = tmp_path / "broken.ckpt"
     broken.write_bytes(b"not a checkpoint")
     assert main(["--config", str(config), "--resume", str(broken)]) == 2
-    assert "broken.ckpt is corrupt" in capsys.readouterr().err
+    assert "broken.ckpt is not a training checkpoint of sekv" in capsys.readouterr().err
+
+
+def test_a_finished_run_has_nothing_left_to_train(config, capsys):
+    assert main(["--config", str(config), "--trainer.max_steps", "2"]) == 0
+    last = run_folder(config) / "checkpoints" / "last.ckpt"
+    before = last.read_bytes()
+    assert main(["--config", str(config), "--trainer.max_steps", "2", "--resume", "last"]) == 2
+    assert "last.ckpt is at step 2 and trainer.max_steps is 2; raise" in capsys.readouterr().err
+    assert last.read_bytes() == before
+
+
+@pytest.mark.parametrize("runs", ["tiny.yaml", "tiny.yaml/deep"])
+def test_runs_inside_a_file_are_refused(config, runs, capsys):
+    assert main(["--config", str(config), "--runs", str(config.parent / runs)]) == 2
+    assert "tiny.yaml is not a folder; give other --runs" in capsys.readouterr().err
+
+
+def test_an_unwritable_place_is_named(config, monkeypatch, capsys):
+    access = os.access  # the superuser may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and access(path, mode))
+    assert main(["--config", str(config)]) == 2
+    assert f"{config.parent} is not writable" in capsys.readouterr().err
+
+
+def test_a_failed_write_is_one_line_with_the_path(config, monkeypatch, capsys):
+    def full(cli):
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/tiny/config.yaml")
+
+    monkeypatch.setattr(TrainCLI, "fit", full)
+    assert main(["--config", str(config)]) == 2
+    assert capsys.readouterr().err == "sekv train: error: runs/tiny/config.yaml: No space left on device\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the checkpoint was trained over another backbone"),
+        (["--model.adapter.max_rank", "3"], "max_rank was 4 and is 3"),
+        (["--resume", "null", "--data.batch_size", "1000"], "too few for a batch of 1000 on each of 1 process"),
+        (["--resume", "null", "--data.length", "100000"], "data.length is 100000 tokens"),
+    ],
+)
+def test_a_run_refused_once_the_backbone_is_there_leaves_no_folder(
+    config, arguments, message, make_tiny_backbone, tmp_path, monkeypatch, capsys
+):
+    """Under the name it gets by default, with all loggers on."""
+    assert main(["--config", str(config), "--trainer.max_steps", "1"]) == 0
+    other = make_tiny_backbone("llama", seed=7)
+    other.model.save_pretrained(tmp_path / "other")
+    other.tokenizer.save_pretrained(tmp_path / "other")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    checkpoint = run_folder(config) / "checkpoints" / "last.ckpt"
+    resume = ["--resume", str(checkpoint), "--name", "null", "--runs", "elsewhere"]
+    assert main(["--config", str(config), *resume, "--model.backbone", str(tmp_path / "other"), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "elsewhere").exists()
+    assert not (tmp_path / "wandb").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_run_that_is_stopped_says_how_to_go_on(config, number, code, monkeypatch, capsys):
+    kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+
+    def stop(module, batch):
+        if module.global_step == 2:
+            signal.raise_signal(number)
+        return draw(module, batch)
+
+    draw = SeKVModule._draw
+    monkeypatch.setattr(SeKVModule, "_draw", stop)
+    try:
+        assert main(["--config", str(config)]) == code
+    finally:
+        for n, handler in kept.items():
+            signal.signal(n, handler)
+    assert re.search(
+        r"sekv train: stopped after step \d; go on with --name tiny --resume last", capsys.readouterr().err
+    )
 
 
 def test_help_teaches(capsys):

@@ -38,10 +38,15 @@ def test_a_configuration_instantiates(file, monkeypatch, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("file", [path for path in FILES if path not in ABLATIONS], ids=lambda path: path.stem)
-def test_documents_are_long_enough_for_every_budget(file, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    "files",
+    [[], *([path] for path in FILES if path not in ABLATIONS)],
+    ids=lambda files: "-".join(f.stem for f in files),
+)
+def test_documents_are_long_enough_for_every_budget(files, monkeypatch, tmp_path):
+    """Of the defaults too: `sekv train` alone works."""
     monkeypatch.chdir(tmp_path)
-    cli = load(file)
+    cli = load(*files)
     adapter = cli.model.adapter_config
     segmentation = adapter.cutting()
     for budget in (*cli.model.budgets, cli.model.val_budget):
@@ -53,4 +58,5 @@ def test_documents_are_long_enough_for_every_budget(file, monkeypatch, tmp_path)
 def test_an_ablation_changes_something(file, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     cli = load(BASE, file)
-    assert (cli.model.adapter_config, cli.model.loss_config) != (SeKVConfig(), LossConfig())
+    trained = (cli.model.adapter_config, cli.model.loss_config, cli.model.train_router)
+    assert trained != (SeKVConfig(), LossConfig(), True)

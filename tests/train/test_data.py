@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,12 +156,32 @@ def test_too_little_text_says_what_to_change(tmp_path, tokenizer):
         data.train_dataloader()
 
 
+def test_too_few_sequences_for_all_processes_are_refused(make_data, tokenizer):
+    data = make_data(max_documents=3, val_sequences=0)
+    data.tokenizer = tokenizer
+    assert len(data.train_dataloader()) == 1
+    data.trainer = SimpleNamespace(global_rank=1, world_size=2)
+    with pytest.raises(DataError, match=r"make 3 sequences .* too few for a batch of 2 on each of 2 process"):
+        data.train_dataloader()
+
+
 def test_no_tokenizer_is_said(make_data):
     with pytest.raises(DataError, match="no tokenizer"):
         make_data().train_dataloader()
 
 
-@pytest.mark.parametrize("options", [{"min_length": 0}, {"min_length": 500}, {"batch_size": 0}, {"val_sequences": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_length": 0},
+        {"min_length": 500},
+        {"batch_size": 0},
+        {"val_sequences": -1},
+        {"max_documents": -1},
+        {"max_documents": 0},
+        {"num_workers": -1},
+    ],
+)
 def test_impossible_sizes_are_refused(make_data, options):
     with pytest.raises(DataError, match="need"):
         make_data(**options)

@@ -53,7 +53,10 @@ def test_a_missing_file_is_named(tmp_path):
 def test_a_truncated_file_is_refused_and_nothing_is_written(checkpoint, tmp_path, keep):
     data = checkpoint.read_bytes()
     checkpoint.write_bytes(data[: keep if keep > 1 else int(keep * len(data))])
-    with pytest.raises(AdapterError, match=r"x\.ckpt is corrupt, truncated"):
+    with pytest.raises(
+        AdapterError,
+        match=r"x\.ckpt is not a training checkpoint of sekv, or it is damaged or truncated",
+    ):
         export_checkpoint(checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -67,7 +70,7 @@ class Payload:
 
 def test_a_pickle_is_not_executed(tmp_path, capsys):
     torch.save({"state_dict": Payload()}, tmp_path / "evil.ckpt")
-    with pytest.raises(AdapterError, match=r"evil\.ckpt is corrupt"):
+    with pytest.raises(AdapterError, match=r"evil\.ckpt is not a training checkpoint"):
         export_checkpoint(tmp_path / "evil.ckpt", tmp_path / "out")
     assert "executed" not in capsys.readouterr().out
 
@@ -75,7 +78,7 @@ def test_a_pickle_is_not_executed(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.pop("sekv"), "lacks sekv: it was not written by `sekv train`"),
+        (lambda c: c.pop("sekv"), "not a training checkpoint of sekv: it lacks sekv"),
         (lambda c: c["state_dict"].pop("adapter.bias"), "does not hold a complete adapter.*bias"),
         (lambda c: c["state_dict"].update({"adapter.new": torch.zeros(1)}), "does not hold a complete adapter.*new"),
         (lambda c: c["state_dict"].update({"adapter.bias": torch.zeros(3)}), "does not hold a complete adapter.*bias"),
@@ -92,5 +95,18 @@ def test_a_checkpoint_that_does_not_fit_is_refused(checkpoint, tmp_path, change,
 
 def test_something_else_than_a_checkpoint_is_refused(tmp_path):
     torch.save([1, 2], tmp_path / "list.ckpt")
-    with pytest.raises(AdapterError, match="holds list instead of a checkpoint"):
+    with pytest.raises(AdapterError, match="not a training checkpoint of sekv: it holds list"):
         export_checkpoint(tmp_path / "list.ckpt", tmp_path / "out")
+
+
+@pytest.mark.parametrize("content", [b"hello there\n", b"\x80\x02}q\x00.", bytes(range(256)) * 40, b"(((("])
+def test_a_foreign_file_is_refused_without_advice_to_execute_it(tmp_path, content):
+    (tmp_path / "notes.txt").write_bytes(content)
+    with pytest.raises(AdapterError, match=r"notes\.txt is not a training checkpoint of sekv") as caught:
+        export_checkpoint(tmp_path / "notes.txt", tmp_path / "out")
+    assert "weights_only" not in str(caught.value)
+
+
+def test_a_folder_is_not_a_checkpoint(tmp_path):
+    with pytest.raises(AdapterError, match=r"is a folder; give a checkpoint, such as runs/NAME/checkpoints/best\.ckpt"):
+        export_checkpoint(tmp_path, tmp_path / "out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,11 @@ from safetensors.torch import load_file
 from sekv.adapter import SeKVConfig
 from sekv.budget import Budget
 from sekv.errors import AdapterError, BudgetError, DataError
+from tests.train.conftest import ADAPTER
 from train import losses
 from train.errors import ConfigError, DivergenceError
 from train.module import Draw, SeKVModule
+from train.warmstart import WarmStartConfig
 
 
 class Curve(Callback):
@@ -109,6 +112,55 @@ def test_a_checkpoint_of_another_backbone_is_refused(
         make_trainer(max_steps=2).fit(other, datamodule=make_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"train_router": False}, "train_router was True and is False"),
+        ({"adapter": replace(ADAPTER, max_rank=6)}, "max_rank was 4 and is 6"),
+    ],
+)
+def test_a_checkpoint_of_other_settings_is_refused(change, message, make_module, make_data, make_trainer, tmp_path):
+    trainer = make_trainer(max_steps=1)
+    trainer.fit(make_module(), datamodule=make_data())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    with pytest.raises(AdapterError, match=message):
+        make_trainer(max_steps=2).fit(
+            make_module(**change), datamodule=make_data(), ckpt_path=tmp_path / "x.ckpt", weights_only=True
+        )
+
+
+def test_an_untrained_router_stays_as_it_is_made(make_module, make_data, make_trainer, capsys):
+    """Although a warm start is asked for."""
+    module = make_module(train_router=False, warm_start=WarmStartConfig(documents=2, steps=3), lr=3e-2)
+    module.configure_model()
+    before = weights(module)
+    trainer = make_trainer(max_steps=3)
+    trainer.fit(module, datamodule=make_data())
+    moved = {name for name, p in weights(module).items() if not torch.equal(before[name], p)}
+    assert moved == {name for name in before if name.startswith("gate.")}
+    gate = sum(p.numel() for p in module.adapter.gate.parameters())
+    assert sum(p.numel() for group in trainer.optimizers[0].param_groups for p in group["params"]) == gate
+    printed = capsys.readouterr().out
+    assert f"trainable parameters: {gate:,} (" in printed
+    assert "warm start" not in printed
+
+
+def test_the_warm_start_reports_its_last_step_and_the_share_of_parameters(make_module, make_data, make_trainer, capsys):
+    module = make_module(warm_start=WarmStartConfig(documents=2, steps=3))
+    make_trainer(max_steps=1).fit(module, datamodule=make_data())
+    printed = capsys.readouterr().out
+    assert "warm start: step 3/3, zoom loss" in printed
+    assert "step 0/3" not in printed
+    share = module.adapter.parameter_share
+    assert f"trainable parameters: {module.adapter.num_parameters:,} ({share:.2%} of the backbone)" in printed
+
+
+def test_documents_longer_than_the_backbones_positions_are_refused(make_module, make_data, make_trainer, tiny_backbone):
+    limit = tiny_backbone.geometry.max_positions
+    with pytest.raises(DataError, match=rf"data\.length is {limit + 1} tokens, but .* at most {limit}"):
+        make_trainer(max_steps=1).fit(make_module(), datamodule=make_data(length=limit + 1))
+
+
 def test_validation_reports_losses_and_routers(make_module, make_data, make_trainer):
     module = make_module()
     trainer = make_trainer()
@@ -181,6 +233,9 @@ def test_documents_too_short_for_the_budget_are_refused_before_the_backbone_load
         ({"val_budget": 0.0}, BudgetError, "model.val_budget holds 0.0"),
         ({"query_window": 0}, ConfigError, "model.query_window must be at least 1"),
         ({"warmup": 1.0}, ConfigError, "model.warmup is a share"),
+        ({"lr": -1.0}, ConfigError, "model.lr must be a number above 0"),
+        ({"lr": math.nan}, ConfigError, "model.lr must be a number above 0"),
+        ({"weight_decay": -1.0}, ConfigError, "model.weight_decay must be 0 or more"),
     ],
 )
 def test_impossible_settings_are_refused(make_module, options, error, message):
@@ -202,6 +257,7 @@ def test_endless_training_is_refused(make_module, make_data, make_trainer):
         {"threshold": "global"},
         {"share_group": False},
         {"rope": "post"},
+        {"zoom": False},
     ],
 )
 def test_every_ablation_trains(change, make_module, make_data, make_trainer):

@@ -34,15 +34,27 @@ def test_a_short_document_is_refused_with_the_length_it_needs():
         draw_cuts(torch.tensor([30, 13]), torch.zeros(2), window=4, smallest=10)
 
 
-@pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
-def test_smallest_context_is_the_first_from_which_the_budget_always_holds(share):
-    config, budget = SegmentationConfig(), Budget(share=share)
-    smallest = smallest_context(budget, config, limit=4096)
-    holds = [budget.rows_for(n) >= config.minimum_rows(n) for n in range(1, 4097)]
-    assert all(holds[smallest - 1 :])
-    assert not holds[smallest - 2]
-
-
 def test_an_impossible_budget_is_refused():
     with pytest.raises(DataError, match=r"budget of 0\.01 cannot hold a context of 500 tokens"):
         smallest_context(Budget(share=0.01), SegmentationConfig(), limit=500)
+
+
+@pytest.mark.parametrize("budget", ["0.02", "0.032", "0.05", "0.1", "0.3", "0.9", "40", "120"])
+@pytest.mark.parametrize(
+    "config", [SegmentationConfig(), SegmentationConfig(max_span=16), SegmentationConfig(tail=200)]
+)
+def test_the_smallest_context_is_that_of_a_look_at_every_length(budget, config):
+    budget, limit = Budget.parse(budget), 4000
+    short = [n for n in range(1, limit + 1) if budget.rows_for(n) < config.minimum_rows(n)]
+    if max(short) == limit:
+        with pytest.raises(DataError, match=rf"cannot hold a context of {limit} tokens"):
+            smallest_context(budget, config, limit)
+    else:
+        assert smallest_context(budget, config, limit) == max(short) + 1
+
+
+def test_the_smallest_context_is_looked_for_once(monkeypatch):
+    budget, config = Budget(share=0.11), SegmentationConfig(tail=33)
+    first = smallest_context(budget, config, 3000)
+    monkeypatch.setattr(SegmentationConfig, "minimum_rows", None)
+    assert smallest_context(Budget(share=0.11), SegmentationConfig(tail=33), 3000) == first
