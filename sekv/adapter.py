@@ -275,8 +275,8 @@ class SeKVAdapter(nn.Module):
         try:
             save_file(tensors, weights)
             config.write_text(json.dumps(payload, indent=2) + "\n")
-            weights.chmod(config.stat().st_mode)  # safetensors writes for the owner only; the umask decides, as for the JSON
-        os.replace(weights, folder / WEIGHTS_NAME)
+            weights.chmod(config.stat().st_mode)  # safetensors writes for the owner only; let the umask decide
+            os.replace(weights, folder / WEIGHTS_NAME)
             os.replace(config, folder / CONFIG_NAME)
         except safetensors.SafetensorError as error:  # how the library reports a disk that cannot be written
             raise AdapterError(f"{folder / WEIGHTS_NAME} cannot be written ({error})") from None
