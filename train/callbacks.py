@@ -92,10 +92,14 @@ class RunSummary(Callback):
         self.loss: list[float] = []
         self.held_out: list[dict[str, float]] = []
         self.parameters = ""
+        self.warm_start: list[float] = []
+        self.warm_start_documents = 1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps what is trained."""
-        self.parameters = cast(SeKVModule, pl_module).describe_parameters()
+        """Keeps what is trained, and the curve of the warm start that begins here."""
+        module = cast(SeKVModule, pl_module)
+        self.parameters = module.describe_parameters()
+        self.warm_start, self.warm_start_documents = module.warm_start_loss, module.warm_start.documents
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Mapping[str, Tensor], batch_idx: int
@@ -114,10 +118,14 @@ class RunSummary(Callback):
         table = Table("", "first", "last", title="Training summary", title_justify="left")
         if self.parameters:
             table.add_row(f"trainable parameters {self.parameters}", "", "")
+        if self.warm_start:
+            n = min(self.warm_start_documents, len(self.warm_start))  # every document counts once in either mean
+            first, last = sum(self.warm_start[:n]) / n, sum(self.warm_start[-n:]) / n
+            table.add_row(f"warm-start zoom loss (mean over {n} documents)", f"{first:.3f}", f"{last:.3f}")
         if self.loss:
             n = max(1, round(_SHARE_OF_ENDS * len(self.loss)))
             first, last = sum(self.loss[:n]) / n, sum(self.loss[-n:]) / n
-            table.add_row(f"training loss (mean of {n} steps)", f"{first:.3f}", f"{last:.3f}")
+            table.add_row(f"end-to-end loss (mean of {n} steps, other documents)", f"{first:.3f}", f"{last:.3f}")
         if self.held_out:
             before, after = self.held_out[0], self.held_out[-1]
             labels = {

@@ -129,6 +129,7 @@ class SeKVModule(LightningModule):
             warmup,
             seed,
         )
+        self.warm_start_loss: list[float] = []  # of every step of this run's warm start
         self.backbone: Backbone | None = None  # not a torch module, so it enters neither parameters nor checkpoints
 
     def setup(self, stage: str) -> None:
@@ -219,6 +220,7 @@ class SeKVModule(LightningModule):
         started = time.monotonic()
 
         def report(step: int, loss: float) -> None:
+            self.warm_start_loss.append(loss)
             done, steps = step + 1, self.warm_start.steps
             if done % _REPORT_EVERY == 0 or done == steps:
                 rate = done / max(time.monotonic() - started, 1e-9)

@@ -71,7 +71,7 @@ def test_the_summary_compares_first_and_last():
         figures = {"val/loss": 2.0, "val/recall_learned": recall, "val/recall_mean": 0.3, "val/rank": 7.25}
         summary.on_validation_end(trainer_at(5, figures), None)
     rows = rows_of(summary)
-    assert rows["training loss (mean of 2 steps)"] == ["4.500", "0.250"]
+    assert rows["end-to-end loss (mean of 2 steps, other documents)"] == ["4.500", "0.250"]
     assert rows["teacher's span mass covered by the learned router"] == ["25.0%", "50.0%"]
     assert rows["by the untrained inner product, same rows"] == ["30.0%", "30.0%"]
     assert rows["effective rank of a span"] == ["7.2", "7.2"]
@@ -80,9 +80,15 @@ def test_the_summary_compares_first_and_last():
 
 def test_what_is_trained_is_in_the_summary():
     summary = RunSummary()
-    module = SimpleNamespace(describe_parameters=lambda: "560,000 (0.41% of the backbone)")
+    module = SimpleNamespace(
+        describe_parameters=lambda: "560,000 (0.41% of the backbone)",
+        warm_start_loss=[],
+        warm_start=SimpleNamespace(documents=2),
+    )
     summary.on_train_start(trainer_at(0, {}), module)
     assert rows_of(summary) == {"trainable parameters 560,000 (0.41% of the backbone)": ["", ""]}
+    module.warm_start_loss += [4.0, 2.0, 1.0, 0.5, 0.3]  # the warm start follows
+    assert rows_of(summary)["warm-start zoom loss (mean over 2 documents)"] == ["3.000", "0.400"]
 
 
 def test_a_whole_sanity_check_is_the_first_figure_and_a_partial_one_is_not():
