@@ -27,7 +27,7 @@ demo: $(STAMP)  ## Train, export, reload and compare on the default backbone
 	$(BIN)/sekv train --config configs/demo.yaml
 	$(BIN)/sekv export runs/demo/checkpoints/last.ckpt runs/demo/adapter
 	$(BIN)/sekv evaluate --policy full,sekv,nestedkv,hubkv --adapter runs/demo/adapter \
-		--tasks niah:2048 --budget 0.1,0.2 --limit 5 --output runs/demo/evaluation
+		--tasks niah:2048 --budget 0.1,0.2 --limit 8 --output runs/demo/evaluation
 	@echo 'plot: runs/demo/evaluation/scores.png   figures: runs/demo/evaluation/results.json'
 
 lint: $(STAMP)  ## Check style
