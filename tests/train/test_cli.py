@@ -276,6 +276,7 @@ def test_a_run_refused_once_the_backbone_is_there_leaves_no_folder(
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_run_that_is_stopped_says_how_to_go_on(config, number, code, monkeypatch, capsys):
     kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start with it ignored
 
     def stop(module, batch):
         if module.global_step == 2:
