@@ -55,6 +55,11 @@ def group_max(margin: Tensor, kv_heads: int) -> Tensor:
     return reduce(margin, "b (k g) q s -> b k q s", "max", k=kv_heads)
 
 
+def group_sum(mass: Tensor, kv_heads: int) -> Tensor:
+    """Adds up the query heads of each KV group: [B, H, Q, S] to [B, K, Q, S]."""
+    return reduce(mass, "b (k g) q s -> b k q s", "sum", k=kv_heads)
+
+
 def mean_margin(query: Tensor, summary_key: Tensor, length: Tensor, scaling: float) -> Tensor:
     """Untrained routing: the mass that q.k_S + log|S| predicts for each span, summed over the heads of a KV group.
 
@@ -72,8 +77,7 @@ def mean_margin(query: Tensor, summary_key: Tensor, length: Tensor, scaling: flo
     grouped = query.float().reshape(batch, kv_heads, -1, dim) * scaling
     logits = grouped @ summary_key.float().mT + log_length(length)[:, None, None]
     logits = logits.masked_fill((length == 0)[:, None, None], torch.finfo(torch.float32).min)
-    mass = logits.softmax(dim=-1).reshape(batch, kv_heads, heads // kv_heads, n_queries, -1)
-    return mass.sum(dim=2)
+    return group_sum(logits.softmax(dim=-1).reshape(batch, heads, n_queries, -1), kv_heads)
 
 
 def sum_by_span(mass: Tensor, token_span: Tensor, n_spans: int) -> Tensor:

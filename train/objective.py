@@ -194,7 +194,7 @@ def _layer_terms(
         mass = teacher_mass(document, layer, trace.segmentation, mined, window)  # [B, H, M, E + S + 1]
         span_mass = mass[..., n_exact:-1]
         targets = losses.zoom_targets(span_mass, config)
-        measured = router_recall(trace, span_mass, mined, trace.scaling) if recall else {}
+        measured = router_recall(trace, span_mass, mined) if recall else {}
     student = torch.cat([trace.exact_mass, trace.span_mass, trace.window_mass[..., None]], dim=-1)
     bases = ((trace.sigma_key, trace.gate_key), (trace.sigma_value, trace.gate_value))
 

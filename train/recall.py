@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sekv.routing import group_max, mean_margin, select_spans
+from sekv.routing import group_max, group_sum, mean_margin, select_spans
 from sekv.stores.spans import LayerTrace
 from train.losses import masked_mean
 
 
-def router_recall(trace: LayerTrace, span_mass: Tensor, mined: Tensor, scaling: float) -> dict[str, Tensor]:
+def router_recall(trace: LayerTrace, span_mass: Tensor, mined: Tensor) -> dict[str, Tensor]:
     """Share of the teacher's span mass that lies in the spans each router takes within the rows left for zooming.
 
     Every router takes spans in its own order until the same rows are used up, thresholds aside, so the figures compare
@@ -20,7 +20,6 @@ def router_recall(trace: LayerTrace, span_mass: Tensor, mined: Tensor, scaling: 
         trace: one layer's decisions over the window.
         span_mass: teacher's mass per span at the mined queries [B, H, M, S].
         mined: window positions of the mined queries [B, M].
-        scaling: factor on q.k.
 
     Returns:
         `learned`, `mean` (untrained inner product) and `oracle` (the teacher's own order), each [B]; 0 where there is
@@ -30,7 +29,7 @@ def router_recall(trace: LayerTrace, span_mass: Tensor, mined: Tensor, scaling: 
     wanted = group_sum(span_mass, kv_heads)  # [B, K, M, S]
     margins = {
         "learned": group_max(take_queries(trace.alpha, mined) - trace.tau[:, None, None], kv_heads),
-        "mean": mean_margin(take_queries(trace.query, mined), trace.summary_key, trace.span_length, scaling),
+        "mean": mean_margin(take_queries(trace.query, mined), trace.summary_key, trace.span_length, trace.scaling),
         "oracle": wanted,
     }
     total = wanted.sum(dim=-1)
@@ -46,9 +45,3 @@ def take_queries(x: Tensor, position: Tensor) -> Tensor:
     """Picks window positions [B, M] out of [B, heads, Q, ...]: [B, heads, M, ...]."""
     index = position.reshape(position.shape[0], 1, -1, *[1] * (x.ndim - 3))
     return x.gather(2, index.expand(-1, x.shape[1], -1, *x.shape[3:]))
-
-
-def group_sum(mass: Tensor, kv_heads: int) -> Tensor:
-    """Adds up the query heads of each KV group: [B, H, M, S] to [B, K, M, S]."""
-    batch, heads, *rest = mass.shape
-    return mass.reshape(batch, kv_heads, heads // kv_heads, *rest).sum(dim=2)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sekv.routing import group_sum
 from sekv.segmentation import Segmentation
 from sekv.stores.spans import LayerTrace
-from train.recall import group_sum, router_recall, take_queries
+from train.recall import router_recall, take_queries
 
 
 @pytest.fixture
@@ -46,23 +47,23 @@ def trace():
 def test_each_router_is_credited_with_what_its_spans_hold(trace):
     mass = torch.tensor([0.1, 0.2, 0.3, 0.4])[None, None, None].expand(1, 2, 1, 4) / 2
     # Query 0: the learned router takes span 2, the untrained one span 1, the teacher span 3.
-    recall = router_recall(trace, mass, torch.tensor([[0]]), 1.0)
+    recall = router_recall(trace, mass, torch.tensor([[0]]))
     assert {name: round(float(value), 4) for name, value in recall.items()} == {
         "learned": 0.3,
         "mean": 0.2,
         "oracle": 0.4,
     }
     # Query 1 puts head 1's margin (0.1) on span 0 above head 0's on nothing.
-    recall = router_recall(trace, mass, torch.tensor([[1]]), 1.0)
+    recall = router_recall(trace, mass, torch.tensor([[1]]))
     assert float(recall["learned"]) == pytest.approx(0.1)
 
 
 def test_all_rows_cover_everything_and_no_mass_counts_as_zero(trace):
     mass = torch.rand(1, 2, 2, 4)
     mined = torch.tensor([[0, 1]])
-    everything = router_recall(replace(trace, zoom_rows=torch.tensor([8])), mass, mined, 1.0)
+    everything = router_recall(replace(trace, zoom_rows=torch.tensor([8])), mass, mined)
     assert all(float(value) == pytest.approx(1.0) for value in everything.values())
-    nothing = router_recall(trace, torch.zeros(1, 2, 2, 4), mined, 1.0)
+    nothing = router_recall(trace, torch.zeros(1, 2, 2, 4), mined)
     assert all(float(value) == 0.0 for value in nothing.values())
 
 
@@ -70,7 +71,7 @@ def test_the_teachers_own_order_is_not_beaten_with_equal_spans(trace):
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         mass = torch.rand(1, 2, 2, 4, generator=generator)
-        recall = router_recall(trace, mass, torch.tensor([[0, 1]]), 1.0)
+        recall = router_recall(trace, mass, torch.tensor([[0, 1]]))
         assert float(recall["oracle"]) >= max(float(recall["learned"]), float(recall["mean"])) - 1e-6
 
 
