@@ -63,6 +63,26 @@ def mixed_attention(query: Tensor, row_sets: list[RowSet], scaling: float) -> tu
     return output.reshape(batch, heads, n_queries, -1).to(query.dtype), masses
 
 
+def packed_attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float) -> Tensor:
+    """`mixed_attention` of one query token over rows that lie in one tensor: no copies, no masses, no gradient needed.
+
+    Args:
+        query: [B, H, 1, d] with H = K * G.
+        key: [B, K, R, d].
+        value: [B, K, R, d].
+        bias: added to the logits, float32 [B, K, 1 or G, R]; -inf hides a row. Every query must see at least one.
+        scaling: factor on q.k.
+
+    Returns:
+        [B, H, 1, d] in the query's dtype; logits and softmax are float32 inside the kernel, whatever that is.
+    """
+    batch, heads, _, dim = query.shape
+    # The heads of a group read the same rows: they are the query axis, and keys are not repeated.
+    grouped = query.reshape(batch, key.shape[1], -1, dim)
+    output = torch.nn.functional.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scaling)
+    return output.reshape(batch, heads, 1, -1)
+
+
 def _logits(grouped: Tensor, rows: RowSet, shape: tuple[int, ...], scaling: float) -> Tensor:
     # In float32 from the start: half precision would round the logits, and overflow on large queries.
     logits = ((grouped * scaling) @ rows.key.float().mT).reshape((*shape[:-1], rows.key.shape[2]))

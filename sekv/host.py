@@ -1,13 +1,24 @@
-"""The host tier: flat banks of span bases, fetched by span (method section 1.2)."""
+"""The host tier: flat banks of what spans are rebuilt from, fetched by span (method section 1.2).
+
+Index tables and their arithmetic live in numpy: a step touches a few dozen numbers, and a torch call costs more than the
+work.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from sekv.memory import components_kept
+from sekv.memory import Basis, components_kept
+from sekv.rotary import rotate
+
+Index = NDArray[Any]
+"""Integers in numpy."""
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -19,109 +30,146 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """Spans brought from the host.
+class BankSide:
+    """What a bank is made from, for keys or for values. Dimensions as in `SpanMemory`.
 
     Attributes:
-        rows: rebuilt rows [M, L, d] on the compute tier, in the stored dtype; undefined beyond a span's length.
-        raw: True for spans whose rows were stored as they are [M].
-        moved_bytes: bytes that crossed from the host.
+        raw: the spans' rows [B, K, S, L, d]; anything beyond a span's length.
+        basis: U, sigma, V^T of the rows; None keeps all spans raw.
+        gate: g [B, K, S, r] in [0, 1], with `basis`.
     """
 
-    rows: Tensor
     raw: Tensor
-    moved_bytes: int
+    basis: Basis | None = None
+    gate: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Packed:
+    left: Tensor  # U, token by token, [numbers]
+    right: Tensor  # g sigma V^T, component by component [components, d]
+    raw: Tensor  # [tokens, d]
+    rank: Tensor  # -1 for raw spans [B * K * S]
 
 
 class FactorBank:
-    """Bases of all spans of one layer's keys (or values): factors where they are smaller, raw rows where they are not.
+    """All spans of one layer, keys and values: factors where they are smaller, raw rows where they are not.
 
     Factors of rank r cost r (|S| + d) numbers against |S| d raw ones, so short spans stay raw. Everything is flat: no
-    span pays for a longer one. Entries are numbered (batch, KV head, span), row-major.
+    span pays for a longer one. Entries are numbered (side, batch, KV head, span), row-major; side 0 holds the keys.
 
     Args:
-        raw: the spans' rows [B, K, S, L, d], zero beyond a span's length.
-        left: U [B, K, S, L, r] float32.
-        sigma: singular values [B, K, S, r].
-        right: V^T [B, K, S, r, d] float32.
-        gates: g [B, K, S, r] in [0, 1].
+        key: what the keys are stored from.
+        value: likewise.
         length: tokens per span [B, S].
+        turn: rotation that each token of a factored key still needs, by its place in the span: cos and sin [L, rot]
+            float32; None when the factors give the keys as they are.
         keep_raw: store raw rows where factors are not smaller; False forces factors (to measure them).
     """
 
     def __init__(
         self,
-        raw: Tensor,
-        left: Tensor,
-        sigma: Tensor,
-        right: Tensor,
-        gates: Tensor,
+        key: BankSide,
+        value: BankSide,
         length: Tensor,
+        turn: tuple[Tensor, Tensor] | None = None,
         keep_raw: bool = True,
     ) -> None:
-        kv_heads, dim, dtype = raw.shape[1], raw.shape[-1], raw.dtype
-        kept, stays_raw = components_kept(gates, sigma, length, dim, keep_raw)
-        rank = kept.sum(-1)
-        length = length[:, None].expand(-1, kv_heads, -1)  # [B, K, S]
+        sides = [_pack(side, length, keep_raw) for side in (key, value)]
+        kv_heads, self.dim = key.raw.shape[1], key.raw.shape[-1]
+        zero = key.raw.new_zeros(1, self.dim)
+        # One number and one row of zeros at the end: where a padded index points to.
+        self._left = to_host(torch.cat([*(s.left for s in sides), zero[0, :1]]))
+        self._right = to_host(torch.cat([*(s.right for s in sides), zero]))
+        self._raw = to_host(torch.cat([s.raw for s in sides]))
+        self._turn = turn
+        rank = torch.cat([s.rank for s in sides])
+        tokens = length[:, None].expand(-1, kv_heads, -1).flatten().repeat(2)
+        sizes = (torch.where(rank < 0, tokens, 0), rank.clamp_min(0) * tokens, rank.clamp_min(0))
+        # Per entry: tokens, rank (-1: raw), and where its numbers begin in the three banks.
+        self._table = to_host(torch.stack([tokens, rank, *(size.cumsum(0) - size for size in sizes)]))
+        self._at = self._table.numpy()
+        self.n_entries = len(rank) // 2  # of one side
 
-        order = (~kept).int().argsort(dim=-1, stable=True)  # kept components first, still by singular value
-        kept = kept.gather(-1, order)
-        left = left.mT.gather(-2, order[..., None].expand(*order.shape, left.shape[-2]))  # [B, K, S, r, L]
-        right = (right * (gates * sigma)[..., None]).gather(-2, order[..., None].expand_as(right))
-        token = torch.arange(raw.shape[-2], device=raw.device) < length[..., None]  # [B, K, S, L]
+    @property
+    def is_raw(self) -> Tensor:
+        """Which spans are stored raw [2, B * K * S], keys first."""
+        return (self._table[1] < 0).view(2, -1)
 
-        self.dim = dim
-        self._left = to_host(left[kept[..., None] & token[..., None, :]].to(dtype))
-        self._right = to_host(right[kept].to(dtype))
-        self._raw = to_host(raw[token & stays_raw[..., None]])
-        self._rank, self._length = to_host(rank.flatten()), to_host(length.flatten())
-        self._is_raw = to_host(stays_raw.flatten())
-        sizes = {"left": rank * length, "right": rank, "raw": torch.where(stays_raw, length, 0)}
-        self._offset = {name: to_host(size.flatten().cumsum(0) - size.flatten()) for name, size in sizes.items()}
-
-    def fetch(self, entries: Tensor, device: torch.device) -> Fetched:
+    def fetch(self, spans: Index, device: torch.device) -> tuple[Tensor, Tensor, int]:
         """Brings spans to the compute tier and rebuilds their rows.
 
         Args:
-            entries: numbers of the spans, row-major over (batch, KV head, span) [M].
+            spans: numbers of the spans, row-major over (batch, KV head, span) [M]; at least one.
             device: where the rows are wanted.
 
         Returns:
-            The rows, padded to the longest of these spans.
+            Key rows and value rows [sum of lengths, d], span behind span in the stored dtype; and the bytes that
+            crossed from the host.
         """
-        entries = entries.to(self._length.device)
-        length, rank, is_raw = self._length[entries], self._rank[entries], self._is_raw[entries]
-        longest = int(length.max()) if len(entries) else 0
-        rows = torch.empty(len(entries), longest, self.dim, dtype=self._right.dtype, device=device)
-        raw_numbers = int((length * is_raw).sum()) * self.dim
-        factor_numbers = int((rank * (length + self.dim)).sum())
-        if raw_numbers:
-            which = is_raw.nonzero().squeeze(1)
-            rows[which.to(device)] = self._fetch_raw(entries[which], longest, device)
-        if factor_numbers or not bool(is_raw.all()):
-            which = (~is_raw).nonzero().squeeze(1)
-            rows[which.to(device)] = self._rebuild(entries[which], longest, device)
-        moved = (raw_numbers + factor_numbers) * self._right.element_size()
-        return Fetched(rows=rows, raw=is_raw.to(device), moved_bytes=moved)
+        entries = np.concatenate((spans, spans + self.n_entries))
+        length, rank, raw_at, left_at, right_at = self._at[:, entries]
+        raw, factored = np.flatnonzero(rank < 0), np.flatnonzero(rank >= 0)
+        rows = self._raw.index_select(0, torch.from_numpy(_ranges(raw_at[raw], length[raw])))
+        moved = rows.numel()
+        rows = rows.to(device, non_blocking=True)
+        if len(factored):
+            left, right = self._factors(length[factored], rank[factored], left_at[factored], right_at[factored])
+            moved += left.numel() + right.numel()
+            built = left.to(device, non_blocking=True) @ right.to(device, non_blocking=True)  # [F, L, d]
+            n_keys = int(np.searchsorted(factored, len(spans)))
+            if self._turn is not None and n_keys:
+                cos, sin = (table[: built.shape[1]] for table in self._turn)
+                built[:n_keys] = rotate(built[:n_keys].float(), cos, sin).to(built.dtype)
+            # Where each entry's rows begin among the raw rows and, behind them, the padded rebuilt ones.
+            first = np.empty_like(length)
+            first[raw] = length[raw].cumsum() - length[raw]
+            first[factored] = len(rows) + np.arange(len(factored)) * built.shape[1]
+            order = torch.from_numpy(_ranges(first, length)).to(device)
+            rows = torch.cat([rows, built.flatten(0, 1)]).index_select(0, order)
+        key, value = rows.split(len(rows) // 2)
+        return key, value, moved * self._raw.element_size()
 
-    def _fetch_raw(self, entries: Tensor, longest: int, device: torch.device) -> Tensor:
-        index = self._offset["raw"][entries, None] + torch.arange(longest)
-        return self._raw[index.clamp_max(len(self._raw) - 1)].to(device, non_blocking=True)
-
-    def _rebuild(self, entries: Tensor, longest: int, device: torch.device) -> Tensor:
-        length, rank = self._length[entries], self._rank[entries]
-        component, token = torch.arange(max(1, int(rank.max()))), torch.arange(longest)
-        live = component < rank[:, None]  # [M, r]
-        right_index = torch.where(live, self._offset["right"][entries, None] + component, 0)
-        left_index = self._offset["left"][entries, None, None] + component[:, None] * length[:, None, None] + token
-        live_left = live[..., None] & (token < length[:, None, None])  # [M, r, L]
-        if not len(self._right):
-            return torch.zeros(len(entries), longest, self.dim, dtype=self._right.dtype, device=device)
-        left = self._left[torch.where(live_left, left_index, 0)] * live_left
-        right = self._right[right_index] * live[..., None]
-        return left.to(device, non_blocking=True).mT @ right.to(device, non_blocking=True)
+    def _factors(self, length: Index, rank: Index, left_at: Index, right_at: Index) -> tuple[Tensor, Tensor]:
+        """U [F, L, r], anything beyond a span's length, and g sigma V^T [F, r, d], padded with zeros beyond its rank."""
+        component = np.arange(max(1, rank.max()))
+        live = component < rank[:, None]  # [F, r]
+        right_index = np.where(live, right_at[:, None] + component, len(self._right) - 1)
+        token = left_at[:, None] + np.arange(length.max()) * rank[:, None]  # [F, L]
+        left_index = np.where(live[:, None], token[..., None] + component, len(self._left) - 1)
+        # Beyond a span's length the index may leave the bank.
+        np.minimum(left_index, len(self._left) - 1, out=left_index)
+        left = self._left.index_select(0, torch.from_numpy(left_index.ravel())).view(left_index.shape)
+        right = self._right.index_select(0, torch.from_numpy(right_index.ravel()))
+        return left, right.view(*right_index.shape, self.dim)
 
     def tensors(self) -> list[Tensor]:
         """The live tensors, index tables included, for byte counts."""
-        tables = [self._rank, self._length, self._is_raw, *self._offset.values()]
-        return [self._left, self._right, self._raw, *tables]
+        return [self._left, self._right, self._raw, self._table]
+
+
+def _ranges(start: Index, length: Index) -> Index:
+    """start_0, start_0 + 1, ... of length_0 numbers, then start_1, ..."""
+    return np.arange(length.sum()) + np.repeat(start - length.cumsum() + length, length)
+
+
+def _pack(side: BankSide, length: Tensor, keep_raw: bool) -> _Packed:
+    """One side's spans as flat tensors, in the dtype of the raw rows."""
+    raw, dtype = side.raw, side.raw.dtype
+    token = torch.arange(raw.shape[-2], device=raw.device) < length[:, None, :, None]  # [B, 1, S, L]
+    token = token.expand(raw.shape[:-1])
+    if side.basis is None or side.gate is None:
+        rank = -token[..., 0].long()
+        return _Packed(raw.new_zeros(0), raw.new_zeros(0, raw.shape[-1]), raw[token], rank.flatten())
+    left, sigma, right = side.basis
+    kept, stays_raw = components_kept(side.gate, sigma, length, raw.shape[-1], keep_raw)
+    order = (~kept).int().argsort(dim=-1, stable=True)  # kept components first, still by singular value
+    kept = kept.gather(-1, order)
+    left = left.gather(-1, order[..., None, :].expand_as(left))  # [B, K, S, L, r]
+    right = (right * (side.gate * sigma)[..., None]).gather(-2, order[..., None].expand_as(right))
+    return _Packed(
+        left=left[kept[..., None, :] & token[..., None]].to(dtype),
+        right=right[kept].to(dtype),
+        raw=raw[token & stays_raw[..., None]],
+        rank=torch.where(stays_raw, -1, kept.sum(-1)).flatten(),
+    )

@@ -17,27 +17,31 @@ from sekv.segmentation import Segmentation
 _GATE_FLOOR = 0.05  # components with a smaller gate are neither stored nor moved
 
 
-@dataclass(frozen=True)
-class Rope:
-    """The rotation of the context's tokens, computed where it is needed: tables of a long context would stay resident.
+Basis = tuple[Tensor, Tensor, Tensor]
+"""U [B, K, S, L, r], sigma [B, K, S, r] and V^T [B, K, S, r, d] of every span, float32."""
 
-    Attributes:
+Turn = tuple[Tensor, Tensor]
+"""Cos and sin [L, rot] float32 of the rotation between a span's first token and each of its tokens."""
+
+
+def span_turn(tables: Callable[[Tensor], tuple[Tensor, Tensor]], last: Tensor, longest: int) -> Turn:
+    """The rotation to undo before keys are factored.
+
+    A key at place t of a span that begins at position p was turned by R(p + t) = R(t) R(p). Undoing R(t) alone is
+    enough: R(p) is one orthogonal matrix for the whole span and changes neither singular values nor U. So one small
+    table serves every span, whatever its position, and nothing is lost to the rounding of far positions.
+
+    Args:
         tables: positions [1, n] to cos and sin [1, n, rot] float32, such as `Backbone.rope`.
-        lengths: true tokens of each left-padded context [B].
-        n_tokens: padded length N.
+        last: last position of the longest context (0-dimensional); dynamic RoPE picks its frequencies by it.
+        longest: tokens of the longest span, L.
+
+    Returns:
+        Cos and sin [L, rot].
     """
-
-    tables: Callable[[Tensor], tuple[Tensor, Tensor]]
-    lengths: Tensor
-    n_tokens: int
-
-    def at(self, row: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin [..., rot] of the tokens at padded index `index` of batch row `row`, which broadcast together."""
-        position = (index - (self.n_tokens - self.lengths)[row]).clamp_min(0)
-        # Dynamic RoPE picks its frequencies by the furthest position asked for: always ask for the context's last one.
-        flat = torch.cat([position.flatten(), self.lengths.max()[None] - 1])
-        cos, sin = (table[0, :-1].unflatten(0, position.shape) for table in self.tables(flat[None]))
-        return cos, sin
+    position = torch.cat([torch.arange(longest, device=last.device), last[None]])
+    cos, sin = (table[0, :-1] for table in tables(position[None]))
+    return cos, sin
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,8 @@ class SpanMemory:
         summary_value: likewise for values.
         raw_key: rotated keys of the spans' tokens [B, K, S, L, d], zero beyond a span's length.
         raw_value: values, likewise.
-        key_basis: U, sigma, V^T of the keys as factored (before or after RoPE), float32.
-        value_basis: U, sigma, V^T of the values, float32.
+        key_basis: of the keys as factored, before or after RoPE.
+        value_basis: of the values.
         key_gate: g [B, K, S, r]; differentiable when the rank gate is.
         value_gate: g for the values.
     """
@@ -96,8 +100,8 @@ class SpanMemory:
     summary_value: Tensor
     raw_key: Tensor
     raw_value: Tensor
-    key_basis: tuple[Tensor, Tensor, Tensor]
-    value_basis: tuple[Tensor, Tensor, Tensor]
+    key_basis: Basis
+    value_basis: Basis
     key_gate: Tensor
     value_gate: Tensor
 
@@ -109,7 +113,7 @@ def build_memory(
     weights: Tensor,
     max_rank: int,
     gate: RankGate | None = None,
-    rope: Rope | None = None,
+    turn: Turn | None = None,
 ) -> SpanMemory:
     """Builds summaries and bases, batched over batch rows, KV heads and spans.
 
@@ -120,7 +124,7 @@ def build_memory(
         weights: summary weight of each context token, not negative [B, N].
         max_rank: r_max.
         gate: rank gate; None keeps every component whole.
-        rope: rotation to undo before keys are factored; None factors them as they are.
+        turn: rotation to undo before keys are factored, from `span_turn`; None factors them as they are.
 
     Returns:
         The memory; only the gates carry a gradient.
@@ -129,9 +133,8 @@ def build_memory(
         raw_key, raw_value = (span_rows(x, tokens) for x in (key, value))
         summary_key, summary_value = (summarise(x, tokens, weights) for x in (raw_key, raw_value))
         to_factor = raw_key.float()
-        if rope is not None:
-            to_factor = unrotate(to_factor, *span_rope(rope, tokens))
-            to_factor = to_factor * tokens.padded_mask[:, None, ..., None]
+        if turn is not None:
+            to_factor = unrotate(to_factor, *turn)  # zero rows stay zero
         key_basis, value_basis = (_factor(x, max_rank) for x in (to_factor, raw_value.float()))
     if gate is None:
         key_gate, value_gate = torch.ones_like(key_basis[1]), torch.ones_like(value_basis[1])
@@ -173,14 +176,7 @@ def _summary_shares(weights: Tensor, tokens: SpanTokens) -> Tensor:
     return picked / picked.sum(-1, keepdim=True).clamp_min(1e-12)
 
 
-def span_rope(rope: Rope, tokens: SpanTokens) -> tuple[Tensor, Tensor]:
-    """The rotation of the spans' tokens, cos and sin [B, 1, S, L, rot]."""
-    index = tokens.padded_index
-    cos, sin = rope.at(torch.arange(index.shape[0], device=index.device)[:, None, None], index)
-    return cos[:, None], sin[:, None]
-
-
-def _factor(rows: Tensor, max_rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def _factor(rows: Tensor, max_rank: int) -> Basis:
     """Truncated SVD of each span; a span that is not finite gets zero singular values (and stays raw in the store)."""
     finite = rows.isfinite().all(dim=-1).all(dim=-1)
     left, sigma, right = truncated_svd(torch.where(finite[..., None, None], rows, 0.0), max_rank)
@@ -188,20 +184,16 @@ def _factor(rows: Tensor, max_rank: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def rebuild_rows(
-    basis: tuple[Tensor, Tensor, Tensor],
-    gate: Tensor,
-    raw: Tensor,
-    length: Tensor,
-    rope: tuple[Tensor, Tensor] | None = None,
+    basis: Basis, gate: Tensor, raw: Tensor, length: Tensor, turn: Turn | None = None
 ) -> Tensor:
     """All spans' rows at the gated rank, for training: sum_i g_i sigma_i u_i v_i^T, raw where factors are not smaller.
 
     Args:
-        basis: U [B, K, S, L, r], sigma [B, K, S, r], V^T [B, K, S, r, d].
+        basis: of all spans.
         gate: g [B, K, S, r].
         raw: raw rows [B, K, S, L, d].
         length: tokens per span [B, S].
-        rope: cos and sin from `span_rope` when the basis was made before RoPE.
+        turn: what was undone before the keys were factored.
 
     Returns:
         [B, K, S, L, d] in the dtype of `raw`.
@@ -209,8 +201,8 @@ def rebuild_rows(
     left, sigma, right = basis
     kept, stays_raw = components_kept(gate, sigma, length, raw.shape[-1])
     rows = (left * (gate * kept * sigma)[..., None, :]) @ right
-    if rope is not None:
-        rows = rotate(rows, *rope)
+    if turn is not None:
+        rows = rotate(rows, *turn)
     return torch.where(stays_raw[..., None, None], raw, rows.to(raw.dtype))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from einops import einsum, reduce
+from einops import einsum
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sekv.adapter import LayerRouter
@@ -28,14 +30,12 @@ def routing_logits(router: LayerRouter, query: Tensor, summary_key: Tensor, norm
     """
     batch, heads, n_queries, dim = query.shape
     kv_heads = summary_key.shape[1]
-    projected = einsum(query.float(), router.projection, "b h q d, h r d -> b h q r")
     # <Wq, Wk> = <W'Wq, k>: projecting the query twice saves keeping a projected key per query head.
-    projected = einsum(projected, router.projection, "b h q r, h r d -> b h q d")
-    grouped = projected.reshape(batch, kv_heads, -1, dim)
-    inner = (grouped @ summary_key.float().mT).reshape(batch, heads, n_queries, -1)
-    inner = inner / norm[:, :, None].clamp_min(1e-6) * router.projection.shape[1] ** -0.5
-    prior = router.length_coefficient[:, None] * log_length(length)[:, None]
-    return router.scale[:, None, None] * inner + (prior + router.bias[:, None])[:, :, None]
+    projected = query.float() @ router.projection.mT @ router.projection
+    inner = projected.view(batch, kv_heads, -1, dim) @ summary_key.float().mT
+    gain = router.scale[:, None] * router.projection.shape[1] ** -0.5 / norm.clamp_min(1e-6)
+    prior = router.length_coefficient[:, None] * log_length(length)[:, None] + router.bias[:, None]
+    return torch.addcmul(prior[:, :, None], inner.view(batch, heads, n_queries, -1), gain[:, :, None])
 
 
 def summary_norm(router: LayerRouter, summary_key: Tensor) -> Tensor:
@@ -52,12 +52,12 @@ def log_length(length: Tensor) -> Tensor:
 
 def group_max(margin: Tensor, kv_heads: int) -> Tensor:
     """The strongest wish of any query head of each KV group: [B, H, Q, S] to [B, K, Q, S]."""
-    return reduce(margin, "b (k g) q s -> b k q s", "max", k=kv_heads)
+    return margin.unflatten(1, (kv_heads, -1)).amax(dim=2)
 
 
 def group_sum(mass: Tensor, kv_heads: int) -> Tensor:
     """Adds up the query heads of each KV group: [B, H, Q, S] to [B, K, Q, S]."""
-    return reduce(mass, "b (k g) q s -> b k q s", "sum", k=kv_heads)
+    return mass.unflatten(1, (kv_heads, -1)).sum(dim=2)
 
 
 def mean_margin(query: Tensor, summary_key: Tensor, length: Tensor, scaling: float) -> Tensor:
@@ -120,6 +120,39 @@ def select_spans(margin: Tensor, length: Tensor, rows: Tensor, eligible: Tensor 
         taken = taken | fits
         left = left - (cost * fits).sum(-1)
     return torch.zeros_like(taken).scatter(-1, order, taken)
+
+
+def select_spans_on_host(
+    margin: NDArray[np.float32], cost: NDArray[np.int64], rows: NDArray[np.int64], eligible: NDArray[np.bool_] | None
+) -> NDArray[np.bool_]:
+    """`select_spans` for a single step: a dozen spans are chosen before one torch operator has been called.
+
+    Args:
+        margin: [groups, S], higher is zoomed first.
+        cost: rows that zooming into a span adds [groups, S]; negative where there is none.
+        rows: rows left [groups, 1].
+        eligible: spans that may be taken [groups, S]; None allows all.
+
+    Returns:
+        bool [groups, S].
+    """
+    order = np.argsort(-margin, axis=1)
+    flat = order + np.arange(len(order))[:, None] * order.shape[1]
+    cost = cost.ravel()[flat]
+    open_ = cost >= 0 if eligible is None else (cost >= 0) & eligible.ravel()[flat]
+    taken = np.zeros_like(open_)
+    for _ in range(_PASSES):
+        candidate = open_ & (cost <= rows)
+        if not candidate.any():
+            break
+        paid = np.where(candidate, cost, 0)
+        fits = candidate & (paid.cumsum(axis=1) <= rows)
+        taken |= fits
+        open_ &= ~fits
+        rows = rows - np.where(fits, cost, 0).sum(axis=1, keepdims=True)
+    chosen = np.zeros(taken.size, dtype=bool)
+    chosen[flat[taken]] = True
+    return chosen.reshape(taken.shape)
 
 
 def straight_through(hard: Tensor, margin: Tensor) -> tuple[Tensor, Tensor]:

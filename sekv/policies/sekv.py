@@ -12,7 +12,7 @@ from sekv.adapter import SeKVAdapter, SeKVConfig
 from sekv.budget import Budget
 from sekv.cache import CompressedCache
 from sekv.errors import BudgetError, PolicyError
-from sekv.memory import Rope, SpanTokens, build_memory
+from sekv.memory import SpanTokens, build_memory, span_turn
 from sekv.policies.base import Policy, check_minimum, compress
 from sekv.prefill import Prefill
 from sekv.routing import ROUTINGS
@@ -97,13 +97,14 @@ class SeKVPolicy(Policy):
             self._segmentation,
             None if breaks is None else breaks[prefill.input_ids],
         )
-        rope = Rope(prefill.backbone.rope, lengths, prefill.n_tokens) if self._config.rope == "pre" else None
+        tokens = SpanTokens.of(segmentation)
+        longest, last = tokens.padded_index.shape[2], lengths.max() - 1
         return SpanPlan(
             segmentation=segmentation,
-            tokens=SpanTokens.of(segmentation),
+            tokens=tokens,
             zoom_rows=(rows - segmentation.persistent_rows).clamp_min(0),
             lengths=lengths,
-            rope=rope,
+            turn=span_turn(prefill.backbone.rope, last, longest) if self._config.rope == "pre" else None,
         )
 
     def compress(self, prefill: Prefill, layer: int, plan: SpanPlan) -> Store:
@@ -120,7 +121,7 @@ class SeKVPolicy(Policy):
             self.token_weights(prefill),
             self._config.max_rank,
             None if self.adapter is None else self.adapter.gate,
-            plan.rope,
+            plan.turn,
         )
         router = self.adapter.router(layer) if self.routing == "learned" and self.adapter is not None else None
         routing = Routing(self.routing, router, self.fill, self._config.zoom, self._config.share_group)

@@ -25,16 +25,25 @@ class Meter:
         queries: query tokens answered, times KV heads.
         rows: context rows those queries attended to, summed.
         moved_bytes: bytes brought from the host tier.
+        wanted_rows: rows of spans on the host that single-token steps chose.
+        reused_rows: those of them that an earlier step had left on the compute tier.
     """
 
     queries: float = 0.0
     rows: float = 0.0
     moved_bytes: int = 0
+    wanted_rows: int = 0
+    reused_rows: int = 0
 
     @property
     def mean_rows(self) -> float:
         """Mean context rows attended per query token and KV head."""
         return self.rows / self.queries if self.queries else 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the wanted rows that had not to be fetched."""
+        return self.reused_rows / self.wanted_rows if self.wanted_rows else 0.0
 
 
 class ExactRows:
@@ -54,6 +63,7 @@ class ExactRows:
         self._key, self._value, self.mask = key, value, mask
         self.n_context = key.shape[2]
         self.used = self.n_context
+        self._shared = False  # the buffer is another one's: read it, never write it
 
     @property
     def key(self) -> Tensor:
@@ -73,12 +83,30 @@ class ExactRows:
     def append(self, key: Tensor, value: Tensor) -> None:
         """Adds tokens [batch, kv_heads, n, dim] behind the rows there are."""
         end = self.used + key.shape[2]
-        if end > self._key.shape[2]:
-            room = max(self.slack, self.tail_length // 2) + key.shape[2]
-            self._key, self._value = (self._grown(t, room) for t in (self._key, self._value))
+        if self._shared or end > self._key.shape[2]:
+            self._grow(max(self.slack, self.tail_length // 2) + key.shape[2])
         self._key[:, :, self.used : end] = key
         self._value[:, :, self.used : end] = value
         self.used = end
+
+    def write(self, group: Tensor, row: Tensor, key: Tensor, value: Tensor) -> None:
+        """Overwrites context rows.
+
+        Args:
+            group: (batch row, KV head) pair of each new row, row-major [P].
+            row: its place among the context rows [P].
+            key: [P, dim].
+            value: [P, dim of values].
+        """
+        if self._shared:
+            self._grow(self.slack)
+        place = group * self._key.shape[2] + row
+        for buffer, rows in ((self._key, key), (self._value, value)):
+            buffer.view(-1, buffer.shape[3]).index_copy_(0, place, rows)
+
+    def _grow(self, room: int) -> None:
+        self._key, self._value = (self._grown(t, room) for t in (self._key, self._value))
+        self._shared = False
 
     def _grown(self, buffer: Tensor, room: int) -> Tensor:
         bigger = buffer.new_empty(*buffer.shape[:2], self.used + room, buffer.shape[3])
@@ -98,7 +126,9 @@ class ExactRows:
     def fork(self) -> ExactRows:
         """A copy that shares the context rows, has an empty tail, and never writes into the shared buffer."""
         n = self.n_context
-        return ExactRows(self._key[:, :, :n], self._value[:, :, :n], self.mask)
+        twin = ExactRows(self._key[:, :, :n], self._value[:, :, :n], self.mask)
+        twin._shared = True
+        return twin
 
     def tensors(self) -> list[Tensor | None]:
         """The live tensors, for byte counts."""

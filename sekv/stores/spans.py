@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from einops import rearrange
@@ -10,21 +12,23 @@ from torch import Tensor
 
 from sekv.adapter import LayerRouter
 from sekv.attention import RowSet, mixed_attention
-from sekv.host import FactorBank
-from sekv.memory import Rope, SpanMemory, SpanTokens, rebuild_rows, span_rope
-from sekv.rotary import rotate
+from sekv.host import BankSide, FactorBank
+from sekv.memory import SpanMemory, SpanTokens, Turn, rebuild_rows
 from sekv.routing import (
     group_max,
     log_length,
     mean_margin,
     routing_logits,
     select_spans,
+    select_spans_on_host,
     straight_through,
     sum_by_span,
     summary_norm,
 )
 from sekv.segmentation import Segmentation
 from sekv.stores.base import ExactRows, Store, causal_tail_mask
+from sekv.stores.reader import SpanReader
+from sekv.stores.slots import slots_needed
 
 _QUERY_CHUNK = 64  # queries answered at once; bounds the rows a long question materialises together
 
@@ -38,18 +42,19 @@ class SpanPlan:
         tokens: index tables of its spans.
         zoom_rows: rows left for zooming after exact rows and summaries [B].
         lengths: true tokens of each context [B].
-        rope: rotation to undo before keys are factored; None when they are factored as they are.
+        turn: rotation to undo before keys are factored; None when they are factored as they are.
     """
 
     segmentation: Segmentation
     tokens: SpanTokens
     zoom_rows: Tensor
     lengths: Tensor
-    rope: Rope | None
+    turn: Turn | None
 
     def tensors(self) -> list[Tensor]:
         """The live tensors, for byte counts."""
-        return [*vars(self.segmentation).values(), *vars(self.tokens).values(), self.zoom_rows, self.lengths]
+        tables = [*vars(self.segmentation).values(), *vars(self.tokens).values(), *(self.turn or ())]
+        return [*tables, self.zoom_rows, self.lengths]
 
 
 @dataclass(frozen=True)
@@ -144,8 +149,17 @@ class SpanStore(Store):
         exact = ExactRows(key.gather(2, index), value.gather(2, index), None if whole else segmentation.exact_mask)
         super().__init__(exact, plan.lengths)
         self.plan, self.routing = plan, routing
-        self.summary_key, self.summary_value = memory.summary_key, memory.summary_value
         self.norm = None if routing.router is None else summary_norm(routing.router, memory.summary_key)
+
+    @property
+    @abstractmethod
+    def summary_key(self) -> Tensor:
+        """[B, K, S, d]."""
+
+    @property
+    @abstractmethod
+    def summary_value(self) -> Tensor:
+        """[B, K, S, d]."""
 
     @property
     def _length(self) -> Tensor:
@@ -165,31 +179,6 @@ class SpanStore(Store):
         eligible = margin >= 0 if thresholded else None
         return select_spans(margin, self._length[:, None, None], self.plan.zoom_rows[:, None, None], eligible)
 
-    def _exact_rows(self, n_queries: int, tail_mask: Tensor | None) -> RowSet:
-        """Exact context rows and the tail as one set."""
-        visible = self.exact_mask(n_queries, tail_mask)
-        return RowSet(self.exact.key, self.exact.value, visible=None if visible is None else visible[:, :, None])
-
-    def _summary_rows(self, zoomed: Tensor | None = None, gate: Tensor | None = None) -> RowSet:
-        """One row per span with the logit's log|S|, hidden or gated off where the span is zoomed."""
-        real = (self._length > 0)[:, None, None, None]
-        visible = real if zoomed is None else real & ~zoomed
-        bias = log_length(self._length)[:, None, None, None]
-        return RowSet(self.summary_key, self.summary_value, bias=bias, visible=visible, gate=gate)
-
-    def _per_group(self, x: Tensor) -> Tensor:
-        """[B, K, Q, S] to [B, K, 1, Q, S]; [B, H, Q, S] to [B, K, G, Q, S]."""
-        return rearrange(x, "b (k g) q s -> b k g q s", k=self.exact.key.shape[1])
-
-    def _count(self, zoomed: Tensor) -> None:
-        """Records rows attended: exact rows, summaries, and the net rows of zoomed spans [B, K or H, Q, S]."""
-        batch, heads, n_queries, _ = zoomed.shape
-        kv_heads = self.exact.key.shape[1]
-        extra = (zoomed * (self._length - 1).clamp_min(0)[:, None, None]).sum() * (kv_heads / heads)
-        persistent = self.plan.segmentation.persistent_rows.sum() * kv_heads * n_queries
-        self.meter.queries += batch * n_queries * kv_heads
-        self.meter.rows += float(persistent + extra)
-
 
 class OffloadedSpanStore(SpanStore):
     """The store of inference: bases on the host tier, only the chosen spans are fetched and rebuilt.
@@ -207,114 +196,111 @@ class OffloadedSpanStore(SpanStore):
         self, key: Tensor, value: Tensor, memory: SpanMemory, plan: SpanPlan, routing: Routing, keep_raw: bool = True
     ) -> None:
         super().__init__(key, value, memory, plan, routing)
-        self.key_bank = FactorBank(memory.raw_key, *memory.key_basis, memory.key_gate, self._length, keep_raw)
-        self.value_bank = FactorBank(memory.raw_value, *memory.value_basis, memory.value_gate, self._length, keep_raw)
+        bank = FactorBank(
+            BankSide(memory.raw_key, memory.key_basis, memory.key_gate),
+            BankSide(memory.raw_value, memory.value_basis, memory.value_gate),
+            self._length,
+            plan.turn,
+            keep_raw,
+        )
+        sharers = 1 if routing.share_group or routing.router is None else routing.router.bias.shape[0] // key.shape[1]
+        # What choosing costs and may cost, for every (batch row, KV head) or, without sharing, query head.
+        choosers = sharers * key.shape[1]
+        self._cost, self._rows = (
+            x.repeat_interleave(choosers, dim=0).cpu().numpy() for x in (self._length - 1, plan.zoom_rows[:, None])
+        )
+        most = sharers * slots_needed(self._length, plan.zoom_rows, spared=1) if routing.zoom else 0
+        self.reader = SpanReader(
+            bank,
+            self._length,
+            torch.cat([visibility_bias(plan.segmentation.exact_mask), summary_bias(self._length)], dim=1),
+            self.exact.n_context,
+            key.shape[1],
+            min(most, int(self._length.sum(-1).max())),
+        )
+        self.exact = self.reader.layout(self.exact.key, self.exact.value, memory.summary_key, memory.summary_value)
         self.span_keys: Tensor | None = None
         if routing.mode == "oracle":  # evaluation only: the teacher's mass needs every exact key
             slot = plan.tokens.slot[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
             self.span_keys = memory.raw_key.flatten(2, 3).gather(2, slot)
 
+    @property
+    def summary_key(self) -> Tensor:
+        """[B, K, S, d], a view."""
+        return self.exact.key[:, :, self.reader.n_exact : self.reader.n_persistent]
+
+    @property
+    def summary_value(self) -> Tensor:
+        """[B, K, S, d], a view."""
+        return self.exact.value[:, :, self.reader.n_exact : self.reader.n_persistent]
+
+    def fork(self) -> OffloadedSpanStore:
+        """Shares bank and persistent rows; what its steps fetch is its own."""
+        twin = cast(OffloadedSpanStore, super().fork())
+        twin.reader = self.reader.fork()
+        return twin
+
     def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Routes, fetches and attends, a bounded number of queries at a time."""
         n_queries = query.shape[2]
+        if n_queries == 1:
+            return self._attend(query, scaling, tail_mask)
         if tail_mask is None:
             tail_mask = causal_tail_mask(n_queries, self.tail_length, query.device)
         outputs = [
             self._attend(part, scaling, None if tail_mask is None else tail_mask[:, :, start : start + _QUERY_CHUNK])
             for start, part in zip(range(0, n_queries, _QUERY_CHUNK), query.split(_QUERY_CHUNK, dim=2), strict=True)
         ]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+        return torch.cat(outputs, dim=2)
 
     def _attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
-        exact = self._exact_rows(query.shape[2], tail_mask)
-        zoomed = self._choose(query, scaling, exact)
-        self._count(zoomed)
-        per_group = self._per_group(zoomed)
-        row_sets = [exact, self._summary_rows(per_group)]
-        if bool(zoomed.any()):
-            row_sets.append(self._zoomed_rows(per_group))
-        return mixed_attention(query, row_sets, scaling)[0]
+        zoomed = self._choose(query, scaling, tail_mask)
+        return self.reader.attend(query, scaling, zoomed, self.exact, tail_mask, self.meter)
 
-    def _choose(self, query: Tensor, scaling: float, exact: RowSet) -> Tensor:
+    def _choose(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Spans each query zooms into [B, K, Q, S], or [B, H, Q, S] without group sharing."""
-        kv_heads = self.summary_key.shape[1]
         if self.routing.mode == "mean":
             return self._select(mean_margin(query, self.summary_key, self._length, scaling), thresholded=False)
         if self.routing.mode == "oracle":
-            return self._select(self._teacher_mass(query, scaling, exact), thresholded=False)
+            return self._select(self._teacher_mass(query, scaling, tail_mask), thresholded=False)
         margin = self._learned_margin(query)[1]
         if self.routing.share_group:
-            margin = group_max(margin, kv_heads)
+            margin = group_max(margin, self.summary_key.shape[1])
         return self._select(margin, thresholded=not self.routing.fill)
 
-    def _teacher_mass(self, query: Tensor, scaling: float, exact: RowSet) -> Tensor:
+    def _select(self, margin: Tensor, thresholded: bool) -> Tensor:
+        """As in the base; the choice of a single step is made on the host, where it is needed to fetch."""
+        if margin.shape[2] > 1 or not self.routing.zoom:
+            return super()._select(margin, thresholded)
+        on_host = margin.detach().cpu().numpy()[:, :, 0].reshape(-1, margin.shape[3])
+        chosen = select_spans_on_host(on_host, self._cost, self._rows, on_host >= 0 if thresholded else None)
+        return torch.from_numpy(chosen).view(margin.shape)
+
+    def _teacher_mass(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Mass that full attention puts on each span, summed over the heads of a group [B, K, Q, S]."""
         assert self.span_keys is not None
         tokens = RowSet(self.span_keys, self.span_keys, visible=self.plan.tokens.mask[:, None, None, None])
-        mass = mixed_attention(query, [exact, tokens], scaling)[1][1]
+        exact = self.reader.exact_sets(self.exact, query.shape[2], tail_mask)
+        mass = mixed_attention(query, [tokens, *exact], scaling)[1][0]
         return sum_by_span(mass.sum(dim=2), self.plan.tokens.span, self._length.shape[1])
 
-    def _zoomed_rows(self, zoomed: Tensor) -> RowSet:
-        """Rebuilt rows of every span some query of a group zooms into, each visible to the queries that do.
-
-        Args:
-            zoomed: [B, K, G or 1, Q, S].
-        """
-        batch, kv_heads, _, _, n_spans = zoomed.shape
-        union = zoomed.any(dim=3).any(dim=2)  # [B, K, S]
-        entries = union.flatten().nonzero().squeeze(1)
-        group, span = entries // n_spans, entries % n_spans
-        row = group // kv_heads
-        length = self._length[row, span]
-        keys, values = (bank.fetch(entries, zoomed.device) for bank in (self.key_bank, self.value_bank))
-        self.meter.moved_bytes += keys.moved_bytes + values.moved_bytes
-
-        # Pack the tokens of a group's spans behind one another: [M, L] slots to [B * K, R] slots.
-        token = torch.arange(keys.rows.shape[1], device=zoomed.device)
-        live = token < length[:, None]
-        first = length.cumsum(0) - length
-        group_first = torch.zeros(batch * kv_heads, dtype=torch.long, device=zoomed.device)
-        group_rows = group_first.index_add(0, group, length)
-        group_first = group_rows.cumsum(0) - group_rows
-        slot = (first - group_first[group])[:, None] + token  # [M, L]
-        n_rows = int(group_rows.max())
-        flat = (group[:, None] * n_rows + slot)[live]
-
-        dense_key = keys.rows.new_zeros(batch * kv_heads * n_rows, keys.rows.shape[-1])
-        dense_value = values.rows.new_zeros(batch * kv_heads * n_rows, values.rows.shape[-1])
-        dense_key[flat] = self._rotated(keys.rows, keys.raw, row, span, token)[live]
-        dense_value[flat] = values.rows[live]
-        owner = torch.full((batch * kv_heads * n_rows,), n_spans, device=zoomed.device)  # n_spans: an empty slot
-        owner[flat] = span[:, None].expand_as(live)[live]
-        shape = (batch, kv_heads, n_rows, -1)
-        return RowSet(
-            dense_key.reshape(shape), dense_value.reshape(shape), visible=_seen_by(zoomed, owner.reshape(shape[:3]))
-        )
-
-    def _rotated(self, rows: Tensor, raw: Tensor, row: Tensor, span: Tensor, token: Tensor) -> Tensor:
-        """Applies RoPE to rebuilt keys [M, L, d] that were factored before it; raw rows carry it already."""
-        rope = self.plan.rope
-        if rope is None:
-            return rows
-        index = (self.plan.segmentation.span_start[row, span][:, None] + token).clamp_max(rope.n_tokens - 1)
-        turned = rotate(rows.float(), *rope.at(row[:, None], index)).to(rows.dtype)
-        return torch.where(raw[:, None, None], rows, turned)
-
     def resident_tensors(self) -> list[Tensor | None]:
-        """Exact rows, summaries, what routing needs, and the index tables that all layers share."""
-        own = [*self.exact.tensors(), self.summary_key, self.summary_value, self.norm, self.span_keys]
-        return [*own, *self.plan.tensors()]
+        """Exact rows, summaries and slots, what routing needs, and the index tables that all layers share."""
+        return [*self.exact.tensors(), self.norm, self.span_keys, *self.plan.tensors()]
 
     def host_tensors(self) -> list[Tensor | None]:
-        """The banks of bases."""
-        return [*self.key_bank.tensors(), *self.value_bank.tensors()]
+        """The bank of bases and the bookkeeping of the slots."""
+        return self.reader.host_tensors()
 
 
-def _seen_by(zoomed: Tensor, owner: Tensor) -> Tensor:
-    """Rows each query zoomed into [B, K, G or 1, Q, R], from spans [B, K, G or 1, Q, S] and each row's span."""
-    with_empty = torch.nn.functional.pad(zoomed, (0, 1))
-    index = owner[:, :, None, None].expand(*zoomed.shape[:4], owner.shape[-1])
-    return with_empty.gather(-1, index)
+def visibility_bias(mask: Tensor) -> Tensor:
+    """0 where `mask` is True, -inf elsewhere, float32."""
+    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
+
+
+def summary_bias(length: Tensor) -> Tensor:
+    """log|S| for every span [B, S], -inf where there is none."""
+    return log_length(length).masked_fill(length == 0, -torch.inf)
 
 
 class DifferentiableSpanStore(SpanStore):
@@ -333,14 +319,23 @@ class DifferentiableSpanStore(SpanStore):
     def __init__(self, key: Tensor, value: Tensor, memory: SpanMemory, plan: SpanPlan, routing: Routing) -> None:
         super().__init__(key, value, memory, plan, routing)
         self.memory = memory
-        rope = None if plan.rope is None else span_rope(plan.rope, plan.tokens)
         slot = plan.tokens.slot[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
         rows = (
-            rebuild_rows(memory.key_basis, memory.key_gate, memory.raw_key, self._length, rope),
+            rebuild_rows(memory.key_basis, memory.key_gate, memory.raw_key, self._length, plan.turn),
             rebuild_rows(memory.value_basis, memory.value_gate, memory.raw_value, self._length),
         )
         self.token_key, self.token_value = (x.flatten(2, 3).gather(2, slot) for x in rows)
         self.trace: LayerTrace | None = None
+
+    @property
+    def summary_key(self) -> Tensor:
+        """[B, K, S, d]."""
+        return self.memory.summary_key
+
+    @property
+    def summary_value(self) -> Tensor:
+        """[B, K, S, d]."""
+        return self.memory.summary_value
 
     def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Attends to every row at every resolution, weighted by the decisions."""
@@ -388,6 +383,29 @@ class DifferentiableSpanStore(SpanStore):
             scaling=scaling,
         )
         return output
+
+    def _exact_rows(self, n_queries: int, tail_mask: Tensor | None) -> RowSet:
+        """Exact context rows and the tail as one set."""
+        visible = self.exact_mask(n_queries, tail_mask)
+        return RowSet(self.exact.key, self.exact.value, visible=None if visible is None else visible[:, :, None])
+
+    def _summary_rows(self, gate: Tensor) -> RowSet:
+        """One row per span with the logit's log|S|, gated off where the span is zoomed."""
+        bias = summary_bias(self._length)[:, None, None, None]
+        return RowSet(self.summary_key, self.summary_value, bias=bias, gate=gate)
+
+    def _per_group(self, x: Tensor) -> Tensor:
+        """[B, K, Q, S] to [B, K, 1, Q, S]; [B, H, Q, S] to [B, K, G, Q, S]."""
+        return rearrange(x, "b (k g) q s -> b k g q s", k=self.exact.key.shape[1])
+
+    def _count(self, zoomed: Tensor) -> None:
+        """Records rows attended: exact rows, summaries, and the net rows of zoomed spans [B, K or H, Q, S]."""
+        batch, heads, n_queries, _ = zoomed.shape
+        kv_heads = self.exact.key.shape[1]
+        extra = (zoomed * (self._length - 1).clamp_min(0)[:, None, None]).sum() * (kv_heads / heads)
+        persistent = self.plan.segmentation.persistent_rows.sum() * kv_heads * n_queries
+        self.meter.queries += batch * n_queries * kv_heads
+        self.meter.rows += float(persistent + extra)
 
     def resident_tensors(self) -> list[Tensor | None]:
         """Rows of every resolution: training keeps them all on the compute tier."""

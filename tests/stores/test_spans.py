@@ -118,7 +118,7 @@ def test_equals_the_loop(tiny_backbone, routing, n_queries, lengths):
         torch.randn(len(lengths), 2, n_queries, 16, generator=g),
         torch.randn(len(lengths), 2, n_queries, 16, generator=g),
     )
-    zoomed = store._choose(query, 0.25, store._exact_rows(n_queries, None))
+    zoomed = store._choose(query, 0.25, None)
     assert 0 < int(zoomed.sum()) < zoomed.numel()
     key, value = state.key_value(1)
     expected = loop_attention(store, key, value, query, 0.25, zoomed)
@@ -134,9 +134,9 @@ def test_oracle_covers_the_most_mass(tiny_backbone):
     for routing in ("oracle", "mean"):
         store = compress(state, SeKVPolicy(routing=routing, max_span=16, tail=8), 0.3).stores[0]
         oracle = compress(state, SeKVPolicy(routing="oracle", max_span=16, tail=8), 0.3).stores[0]
-        store.append(torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 16))
-        exact = store._exact_rows(4, None)
-        mass[routing] = float((oracle._teacher_mass(query, 0.25, exact) * store._choose(query, 0.25, exact)).sum())
+        for each in (store, oracle):
+            each.append(torch.zeros(1, 2, 4, 16), torch.zeros(1, 2, 4, 16))
+        mass[routing] = float((oracle._teacher_mass(query, 0.25, None) * store._choose(query, 0.25, None)).sum())
     assert mass["oracle"] >= mass["mean"] > 0
 
 
@@ -207,12 +207,11 @@ def test_host_bytes_never_exceed_raw_rows(tiny_backbone):
     raw = int(lengths.sum()) * 2 * 2 * 16 * 4  # tokens, keys and values, KV heads, dimension, float32
     data = sum(
         t.numel() * t.element_size()
-        for bank in (store.key_bank, store.value_bank)
-        for t in bank.tensors()
+        for t in store.reader.bank.tensors()
         if t.is_floating_point()
     )
     assert data < raw
-    is_raw = store.key_bank._is_raw.reshape(2, -1)[0]
+    is_raw = store.reader.bank.is_raw[0].reshape(2, -1)[0]
     for length, kept in zip(lengths.tolist(), is_raw.tolist(), strict=True):
         assert kept == (8 * (length + 16) >= length * 16)
 
@@ -224,7 +223,7 @@ def test_moved_bytes_are_the_bytes_of_the_zoomed_spans(tiny_backbone):
     zero = torch.zeros(1, 2, 1, 16)
     store.append(zero, zero)
     query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0))
-    zoomed = store._choose(query, 0.25, store._exact_rows(1, None))
+    zoomed = store._choose(query, 0.25, None)
     tokens = int((zoomed * store.plan.segmentation.span_length[:, None, None]).sum())
     store.attend(query, 0.25, None)
     assert store.meter.moved_bytes == tokens * 2 * 16 * 4 > 0  # rank 16 never pays on 20 tokens: raw keys and values
@@ -238,7 +237,7 @@ def test_rows_of_a_span_that_cannot_be_factored_stay_raw(tiny_backbone):
     state = prefill(tiny_backbone, ids(1, 300))
     state.keys[0][0, 0, 100, 0] = torch.inf
     store = compress(state, SeKVPolicy(routing="mean", max_span=32, max_rank=2, keep_raw=False), 0.4).stores[0]
-    raw = store.key_bank._is_raw.reshape(2, -1)
+    raw = store.reader.bank.is_raw[0].reshape(2, -1)
     start, length = store.plan.segmentation.span_start[0], store.plan.segmentation.span_length[0]
     holds = (start <= 100) & (start + length > 100)
     assert raw[0].tolist() == holds.tolist() and not bool(raw[1].any())
@@ -254,8 +253,8 @@ def test_per_head_masks_zoom_no_more_than_the_union(tiny_backbone):
     )
     for store in (shared, single):
         store.append(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16))
-    per_head = single._choose(query, 0.25, single._exact_rows(1, None))
-    assert per_head.shape[1] == 4 and shared._choose(query, 0.25, shared._exact_rows(1, None)).shape[1] == 2
+    per_head = single._choose(query, 0.25, None)
+    assert per_head.shape[1] == 4 and shared._choose(query, 0.25, None).shape[1] == 2
     out = single.attend(query, 0.25, None)
     assert bool(out.isfinite().all()) and single.meter.mean_rows <= 120
 

@@ -1,0 +1,108 @@
+"""Which rebuilt rows lie where on the compute tier: bookkeeping of a bounded set of slots, in numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sekv.host import Index
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Spans that a step wants and the slots do not hold.
+
+    Attributes:
+        spans: their numbers, row-major over (group, span) [M].
+        group: the group of each of their rows [P].
+        slot: the slot reserved for each of their rows [P].
+    """
+
+    spans: Index
+    group: Index
+    slot: Index
+
+
+class SlotTable:
+    """Holds the rows of chosen spans from step to step; the spans that were chosen longest ago make room.
+
+    A *group* is one (batch row, KV head) pair. Rows of a span may lie in any slots of its group: attention does not
+    depend on their order.
+
+    Args:
+        length: tokens per span of each group [groups, S].
+        capacity: slots per group, at least the rows of any one choice (`slots_needed`).
+    """
+
+    def __init__(self, length: Index, capacity: int) -> None:
+        groups, n_spans = length.shape
+        self.capacity, self._length = capacity, length
+        self._base = np.arange(groups)[:, None] * (n_spans + 1)
+        # Column S stands for "no span": where empty slots belong.
+        self.owner = np.full((groups, capacity), n_spans)  # span of each slot
+        self._held = np.zeros((groups, n_spans + 1), dtype=bool)  # all rows of the span are in slots
+        self._used = np.zeros((groups, n_spans + 1), dtype=np.int64)  # step that last chose the span
+        self._used[:, -1] = -1
+        self._step = 0
+
+    def admit(self, wanted: Index) -> Missing | None:
+        """Reserves slots for the spans of a step.
+
+        Args:
+            wanted: bool [groups, S].
+
+        Returns:
+            What has to be fetched, or None when every wanted span is held.
+        """
+        self._step += 1
+        self._used[:, :-1][wanted] = self._step
+        spans = np.flatnonzero(wanted & ~self._held[:, :-1])
+        if not len(spans):
+            return None
+        span_group, span = np.divmod(spans, wanted.shape[1])
+        length = self._length.ravel()[spans]
+        need = np.bincount(span_group, weights=length, minlength=len(wanted)).astype(np.int64)
+        oldest = np.argsort(self._used.ravel()[self._base + self.owner], axis=1, kind="stable")
+        slot = oldest[np.arange(self.capacity) < need[:, None]]
+        group = np.repeat(span_group, length)
+        # A span that loses one row is lost; its other rows become empty slots.
+        self._held[group, self.owner[group, slot]] = False
+        self.owner[~self._held.ravel()[self._base + self.owner]] = wanted.shape[1]
+        self.owner[group, slot] = np.repeat(span, length)
+        self._held[span_group, span] = True
+        return Missing(spans, group, slot)
+
+    def visible(self, chosen: Index) -> Index:
+        """Slots whose span is chosen [groups, n, C], from choices [groups, n, S]."""
+        padded = np.zeros((*chosen.shape[:2], chosen.shape[2] + 1), dtype=bool)
+        padded[..., :-1] = chosen
+        first = np.arange(padded.shape[0] * padded.shape[1]).reshape(*chosen.shape[:2], 1) * padded.shape[2]
+        return padded.ravel()[first + self.owner[:, None]]
+
+    def tensors(self) -> list[Tensor]:
+        """The tables, for byte counts; they live on the host."""
+        return [torch.from_numpy(x) for x in (self.owner, self._held, self._used)]
+
+    def fresh(self) -> SlotTable:
+        """An empty table for the same spans."""
+        return SlotTable(self._length, self.capacity)
+
+
+def slots_needed(length: Tensor, rows: Tensor, spared: int) -> int:
+    """Most rows that one choice of spans can have.
+
+    A choice costs |S| - `spared` for each span and at most `rows` in all, so its rows exceed `rows` by as many summaries
+    as it can replace: the most when it takes the shortest spans.
+
+    Args:
+        length: tokens per span [B, S]; 0 where there is none.
+        rows: rows left for zooming [B].
+        spared: rows that a chosen span saves: 1 when it replaces a summary, 0 otherwise.
+    """
+    ordered = length.sort(dim=-1).values
+    cost = (ordered - spared).clamp_min(0).cumsum(-1)
+    fitting = ((cost <= rows[:, None]) & (ordered > 0)).sum(-1)
+    return int((rows + spared * fitting).minimum(length.sum(-1)).max())
