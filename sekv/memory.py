@@ -183,9 +183,7 @@ def _factor(rows: Tensor, max_rank: int) -> Basis:
     return left, sigma, right
 
 
-def rebuild_rows(
-    basis: Basis, gate: Tensor, raw: Tensor, length: Tensor, turn: Turn | None = None
-) -> Tensor:
+def rebuild_rows(basis: Basis, gate: Tensor, raw: Tensor, length: Tensor, turn: Turn | None = None) -> Tensor:
     """All spans' rows at the gated rank, for training: sum_i g_i sigma_i u_i v_i^T, raw where factors are not smaller.
 
     Args:

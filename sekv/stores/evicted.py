@@ -7,7 +7,8 @@ from torch import Tensor
 
 from sekv.stores.base import ExactRows, Store, causal_tail_mask
 
-_BLOCK = 32  # rows per block when heads differ: less than one block per head is wasted
+_SMALLEST_BLOCK = 32  # rows per block when heads differ: at this size less than one block per head is wasted
+_BLOCK_COST = 4  # rows whose reading costs about as much as one more block
 _WORKSPACE_BYTES = 64 * 2**20  # float32 logits and partial sums that may exist at once
 
 
@@ -38,7 +39,7 @@ class EvictedStore(Store):
         fewest, most = int(counts.min()), int(counts.max())
         if fewest == 0:
             raise ValueError("every batch row and KV head must keep at least one row of the context")
-        self.block = most if fewest == most else _BLOCK
+        self.block = most if fewest == most else _block_size(counts)
         blocks = (counts + self.block - 1) // self.block  # blocks of each group [B*K]
         first = blocks.cumsum(0) - blocks  # index of each group's first block
         group = torch.arange(len(counts), device=keep.device).repeat_interleave(blocks)
@@ -50,7 +51,10 @@ class EvictedStore(Store):
         filled = torch.arange(self.block, device=keep.device) < left[:, None]
         # Both are None when every group is exactly one full block.
         self.group: Tensor | None = group if fewest != most else None  # [M]
-        self.empty: Tensor | None = ~filled[:, None] if fewest != most else None  # [M, 1, block]
+        self.bias: Tensor | None = None  # 0, or -inf for empty places, float32 [M, 1, block]
+        if fewest != most:
+            self.bias = torch.zeros(len(group), 1, self.block, device=keep.device)
+            self.bias.masked_fill_(~filled[:, None], -torch.inf)
         self._kept = int(counts.sum())
 
     def _packed(self, rows: Tensor, keep: Tensor, slot: Tensor, n_blocks: int) -> Tensor:
@@ -80,9 +84,11 @@ class EvictedStore(Store):
         heads, n_queries, dim = query.shape[1:]
         # Queries of a group side by side [B*K, G*Q, d]: its heads read the same rows.
         grouped = query.reshape(batch * kv_heads, -1, dim).float() * scaling
-        logits = self._to_blocks(grouped) @ self.key_blocks.float().mT  # [M, G*Q, block]
-        if self.empty is not None:
-            logits.masked_fill_(self.empty, -torch.inf)
+        keys = self.key_blocks.float().mT
+        if self.bias is None:
+            logits = grouped @ keys  # [M, G*Q, block]
+        else:
+            logits = torch.baddbmm(self.bias, self._to_blocks(grouped), keys)
         tail_key, tail_value = self.exact.key.flatten(0, 1).float(), self.exact.value.flatten(0, 1).float()
         tail_logits = grouped @ tail_key.mT  # [B*K, G*Q, T]
         if tail_mask is not None:
@@ -97,7 +103,7 @@ class EvictedStore(Store):
         return (output / total[..., None]).to(query.dtype).reshape(batch, heads, n_queries, -1)
 
     def _to_blocks(self, per_group: Tensor) -> Tensor:
-        return per_group if self.group is None else per_group[self.group]
+        return per_group if self.group is None else per_group.index_select(0, self.group)
 
     def _max_into(self, per_group: Tensor, per_block: Tensor) -> Tensor:
         if self.group is None:
@@ -109,7 +115,22 @@ class EvictedStore(Store):
 
     def resident_tensors(self) -> list[Tensor | None]:
         """Kept rows, their index, and the tail."""
-        return [self.key_blocks, self.value_blocks, self.group, self.empty, self.rows_per_head, *self.exact.tensors()]
+        return [self.key_blocks, self.value_blocks, self.group, self.bias, self.rows_per_head, *self.exact.tensors()]
+
+
+def _block_size(counts: Tensor) -> int:
+    """Rows per block by which groups of these sizes [groups] are read fastest: few blocks, few empty places.
+
+    Args:
+        counts: rows of each group.
+    """
+    sizes = torch.arange(_SMALLEST_BLOCK, max(_SMALLEST_BLOCK, int(counts.max())) + 1, device=counts.device)
+    blocks = ((counts + sizes[:, None] - 1) // sizes[:, None]).sum(dim=1)
+    wasted = blocks * sizes - counts.sum()
+    # Never more waste than the smallest blocks could have, and bytes stay those of the kept rows.
+    allowed = torch.minimum(counts.sum() // 50, _SMALLEST_BLOCK * counts.new_tensor(len(counts)) // 2)
+    cost = blocks * (sizes + _BLOCK_COST) + (wasted > allowed.clamp_min(int(wasted[0]))) * counts.sum()
+    return int(sizes[cost.argmin()])
 
 
 def _amax(logits: Tensor) -> Tensor:

@@ -99,7 +99,9 @@ class SpanReader:
         return [
             RowSet(rows.key[:, :, context], rows.value[:, :, context], bias=bias),
             RowSet(
-                rows.key[:, :, tail], rows.value[:, :, tail], visible=None if tail_mask is None else tail_mask[:, :, None]
+                rows.key[:, :, tail],
+                rows.value[:, :, tail],
+                visible=None if tail_mask is None else tail_mask[:, :, None],
             ),
         ]
 
@@ -153,8 +155,12 @@ class SpanReader:
         group = np.repeat(spans // n_spans, length)
         counts = np.bincount(group, minlength=batch * kv_heads)
         n_rows = int(counts.max())
-        place = torch.from_numpy(np.arange(len(group)) + (np.arange(len(counts)) * n_rows - counts.cumsum() + counts)[group])
-        dense = [x.new_zeros(len(counts) * n_rows, x.shape[1]).index_copy_(0, place.to(device), x) for x in (key, value)]
+        place = torch.from_numpy(
+            np.arange(len(group)) + (np.arange(len(counts)) * n_rows - counts.cumsum() + counts)[group]
+        )
+        dense = [
+            x.new_zeros(len(counts) * n_rows, x.shape[1]).index_copy_(0, place.to(device), x) for x in (key, value)
+        ]
         owner = torch.full((len(counts) * n_rows,), n_spans)
         owner[place] = torch.from_numpy(np.repeat(spans % n_spans, length))
         index = owner.view(batch, kv_heads, 1, 1, n_rows).to(device).expand(*per_group.shape[:4], -1)

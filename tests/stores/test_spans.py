@@ -205,11 +205,7 @@ def test_host_bytes_never_exceed_raw_rows(tiny_backbone):
     store = compress(state, SeKVPolicy(routing="mean", max_span=64, max_rank=8), 0.3).stores[0]
     lengths = store.plan.segmentation.span_length[0]
     raw = int(lengths.sum()) * 2 * 2 * 16 * 4  # tokens, keys and values, KV heads, dimension, float32
-    data = sum(
-        t.numel() * t.element_size()
-        for t in store.reader.bank.tensors()
-        if t.is_floating_point()
-    )
+    data = sum(t.numel() * t.element_size() for t in store.reader.bank.tensors() if t.is_floating_point())
     assert data < raw
     is_raw = store.reader.bank.is_raw[0].reshape(2, -1)[0]
     for length, kept in zip(lengths.tolist(), is_raw.tolist(), strict=True):
