@@ -52,8 +52,13 @@ examples:
   sekv evaluate --policy 'sekv,sekv[routing=mean]' --adapter checkpoints/smollm2-135m \\
       --tasks qa.jsonl,niah:2048 --budget 10% --limit 5 --output results
 
-a task is niah:LENGTH (a fact in LENGTH tokens of English, at depths from 0 to 100%), or a JSONL file whose lines have
-  task, context, question, answer_prefix (texts), answers (list of texts), and optionally max_new_tokens (64).
+a task is one of
+  niah:LENGTH        a fact in LENGTH tokens of English, at depths from 0 to 100%
+  ruler:NAME:LENGTH  a task of RULER, prompt and answer within LENGTH tokens; NAME is niah_single_1 to 3,
+                     niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1 or qa_2.
+                     [haystack=FILE] gives the essay tasks a text, [data=FILE] the qa tasks SQuAD's or HotpotQA's JSON
+  FILE.jsonl         lines with task, context, question, answer_prefix (texts), answers (list of texts), and optionally
+                     max_new_tokens (64) and metric (match_all or match_any)
 
 DIR gets results.json and results.csv (one entry per policy, task and budget), samples.jsonl (every output) and
   scores.png."""
@@ -125,7 +130,7 @@ def _add_evaluate(commands: Any) -> None:
     _add_model_flags(command)
     command.add_argument("--policy", required=True, metavar="P[,P...]", help=_POLICY_HELP)
     command.add_argument("--adapter", metavar="DIR", help="folder of a trained adapter, for sekv")
-    command.add_argument("--tasks", required=True, metavar="T[,T...]", help="niah:LENGTH or JSONL files")
+    command.add_argument("--tasks", required=True, metavar="T[,T...]", help="tasks, see below")
     command.add_argument("--budget", required=True, metavar="X[,X...]", help=_BUDGET_HELP)
     command.add_argument("--limit", type=int, metavar="N", help="most samples of each task (default: all)")
     command.add_argument("--seed", type=int, default=0, metavar="S", help="of generated tasks (default: 0)")
@@ -234,12 +239,13 @@ def _evaluate(options: argparse.Namespace) -> int:
     from sekv.evaluation.records import PLOT
     from sekv.evaluation.report import answer_progress, results_table
     from sekv.evaluation.runner import Evaluation
+    from sekv.evaluation.tasks import split_tasks
     from sekv.policies.registry import split_specs
 
     _check_seed(options.seed)
     evaluation = Evaluation.plan(
         split_specs(options.policy),
-        _split(options.tasks),
+        split_tasks(options.tasks),
         _split(options.budget),
         options.output,
         adapter=options.adapter,

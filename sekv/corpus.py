@@ -85,3 +85,17 @@ def is_held_out(text: str) -> bool:
     """
     digest = hashlib.sha256(text.encode("utf-8", errors="replace")).digest()
     return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
+
+
+def held_out_english() -> list[str]:
+    """The held-out documents of `builtin_english`, in order: what haystacks and perplexity are made of.
+
+    Raises:
+        DataError: by the luck of the hash, this Python version has none.
+    """
+    documents = [document for document in builtin_english() if is_held_out(document)]
+    if not documents:
+        raise DataError(
+            "the documentation of this Python version has no held-out text; use another, or give a text file"
+        )
+    return documents

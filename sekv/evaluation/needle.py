@@ -6,18 +6,16 @@ The haystack is English that training never reads (`sekv.corpus`); the needle's 
 from __future__ import annotations
 
 import random
-import re
-from collections.abc import Callable
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from sekv.corpus import builtin_english, is_held_out
-from sekv.errors import DataError
+from sekv.corpus import held_out_english
+from sekv.evaluation.fit import largest_fit
+from sekv.evaluation.sentences import SENTENCE_END
 from sekv.prompt import split_prompt
 
 MIN_LENGTH = 256
-_TOLERANCE = 200  # accepted shortfall: one token in so many
 _INTRO = (
     "Read the text below. One sentence in it gives the number of a locker; you will be asked for that number later.\n\n"
 )
@@ -48,7 +46,6 @@ _PLACES = (
     "stadium",
     "theatre",
 )
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 class Needle(NamedTuple):
@@ -95,18 +92,15 @@ def make_needle(tokenizer: PreTrainedTokenizerBase, length: int, depth: float, s
     def tokens(n_chars: int) -> int:
         return len(split_prompt(tokenizer, context(n_chars), question, prefix).ids)
 
-    return Needle(context(_largest_fit(tokens, length)), question, prefix, number, depth)
+    n_chars = largest_fit(tokens, length, f"niah:{length}", guess=4 * length)
+    return Needle(context(n_chars), question, prefix, number, depth)
 
 
 class _Haystack:
     """Held-out documents in a random order, over and over."""
 
     def __init__(self, rng: random.Random) -> None:
-        documents = [document for document in builtin_english() if is_held_out(document)]
-        if not documents:  # one version in some hundred, by the luck of the hash
-            raise DataError(
-                "the documentation of this Python version has no held-out text; use another, or a JSONL task"
-            )
+        documents = held_out_english()
         rng.shuffle(documents)
         self._round = "\n\n".join(documents) + "\n\n"
 
@@ -117,32 +111,9 @@ class _Haystack:
 
 def _insert(text: str, needle: str, depth: float) -> str:
     """Puts the needle between two sentences, as near to `depth` percent of the text as there is a place."""
-    places = [0, *(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
+    places = [0, *(match.end() for match in SENTENCE_END.finditer(text)), len(text)]
     wanted = len(text) * depth / 100.0
     place = min(places, key=lambda at: abs(at - wanted))
     before, after = text[:place], text[place:]
     space = "" if not before or before[-1].isspace() else " "
     return f"{before}{space}{needle} {after}" if after else f"{before}{space}{needle}"
-
-
-def _largest_fit(tokens: Callable[[int], int], length: int) -> int:
-    """Characters of haystack for which `tokens` is at most `length` and short of it by less than half a percent.
-
-    False position inside a bracket: a handful of probes, because tokens grow almost linearly with characters.
-    """
-    low, low_tokens = 0, tokens(0)
-    if low_tokens > length:
-        raise DataError(f"niah:{length} is too short: the question alone takes {low_tokens} tokens with this tokenizer")
-    high = 4 * length
-    while (high_tokens := tokens(high)) <= length:
-        low, low_tokens, high = high, high_tokens, 2 * high
-    while length - low_tokens > length // _TOLERANCE and high - low > 1:
-        guess = low + round((high - low) * (length - low_tokens) / (high_tokens - low_tokens))
-        # Aim a little low: a probe below the target ends the search, one above only narrows it.
-        guess = min(max(guess - length // (2 * _TOLERANCE), low + 1), high - 1)
-        n = tokens(guess)
-        if n <= length:
-            low, low_tokens = guess, n
-        else:
-            high, high_tokens = guess, n
-    return low

@@ -16,9 +16,10 @@ from sekv.adapter import SeKVAdapter
 from sekv.backbone import Backbone
 from sekv.budget import Budget
 from sekv.errors import BudgetError, DataError, PolicyError
-from sekv.evaluation.metrics import match_all
+from sekv.evaluation.metrics import METRICS
 from sekv.evaluation.records import RESULTS, Record, Result, SampleWriter
-from sekv.evaluation.tasks import Sample, Task, parse_tasks
+from sekv.evaluation.sample import Sample, Task
+from sekv.evaluation.tasks import parse_tasks
 from sekv.generation import Answer, ask, memory_ids, read_context
 from sekv.policies.base import Policy
 from sekv.policies.registry import build_policy
@@ -69,7 +70,7 @@ class Evaluation:
 
         Args:
             policies: specifications such as `hubkv:keydiff` or `sekv[routing=oracle,max_span=32]`.
-            tasks: `niah:LENGTH` or JSONL files.
+            tasks: as `sekv.evaluation.tasks.parse_tasks` reads them.
             budgets: shares of the context or numbers of rows.
             output: folder, new or existing.
             adapter: an exported adapter or its folder.
@@ -194,7 +195,7 @@ class Evaluation:
             answers=sample.answers,
             output=found.text,
             new_tokens=len(found.ids),
-            score=match_all(found.text, sample.answers),
+            score=METRICS[sample.metric](found.text, sample.answers),
             rows=found.rows,
             resident_bytes=found.resident_bytes,
             host_bytes=found.host_bytes,

@@ -1,66 +1,26 @@
-"""Evaluation tasks: JSONL files and the generated needle task, checked before any model is loaded."""
+"""Evaluation tasks by their names: JSONL files and generated tasks, checked before any model is loaded."""
 
 from __future__ import annotations
 
-import json
-from abc import ABC, abstractmethod
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from sekv.errors import DataError
+from sekv.evaluation.files import FileTask
 from sekv.evaluation.needle import MIN_LENGTH, make_needle
+from sekv.evaluation.ruler.task import RulerTask
+from sekv.evaluation.sample import Sample, Task
 
-MAX_NEW_TOKENS = 64  # answers of up to this many tokens unless a sample says otherwise
 _NEEDLE_DEPTHS = 11  # samples of the needle task when no limit is given: depths 0, 10, ..., 100 percent
 _NEEDLE_NEW_TOKENS = 32
-_TEXTS = ("task", "context", "question", "answer_prefix")
-_ALLOWED = "a JSONL file, or niah:LENGTH such as niah:4096 (the generated needle task, LENGTH in tokens)"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One question about one context.
-
-    Attributes:
-        task: name of the task in results.
-        index: number within the task.
-        context: the text that is compressed.
-        question: what is asked about it.
-        answer_prefix: the beginning of the answer.
-        answers: strings that the output should contain.
-        max_new_tokens: most tokens of the answer.
-        depth: where the needle lies in percent, or None.
-    """
-
-    task: str
-    index: int
-    context: str
-    question: str
-    answer_prefix: str
-    answers: tuple[str, ...]
-    max_new_tokens: int = MAX_NEW_TOKENS
-    depth: float | None = None
-
-
-class Task(ABC):
-    """One entry of `--tasks`: a source of samples under one name or several."""
-
-    names: tuple[str, ...]
-
-    @abstractmethod
-    def samples(
-        self, tokenizer: PreTrainedTokenizerBase, max_positions: int, limit: int | None, seed: int
-    ) -> list[Sample]:
-        """The samples, at most `limit` of each name.
-
-        Raises:
-            DataError: the task does not fit the backbone.
-        """
+_ALLOWED = (
+    "a JSONL file, niah:LENGTH such as niah:4096 (the generated needle task, LENGTH in tokens), or ruler:NAME:LENGTH "
+    "such as ruler:vt:4096"
+)
 
 
 class NeedleTask(Task):
@@ -98,40 +58,16 @@ class NeedleTask(Task):
         ]
 
 
-class FileTask(Task):
-    """Samples from a JSONL file; its `task` fields name them.
-
-    Raises:
-        DataError: the file is missing or empty, or a line is malformed; the message has the line number.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._samples = _read_jsonl(path)
-        self.names = tuple(dict.fromkeys(sample.task for sample in self._samples))
-
-    def qualify(self) -> None:
-        """Puts the file's name before the task names, to tell them from those of another file."""
-        stem = self.path.stem
-        new = {name: stem if len(self.names) == 1 else f"{stem}/{name}" for name in self.names}
-        self._samples = [Sample(**{**vars(sample), "task": new[sample.task]}) for sample in self._samples]
-        self.names = tuple(new.values())
-
-    def samples(
-        self, tokenizer: PreTrainedTokenizerBase, max_positions: int, limit: int | None, seed: int
-    ) -> list[Sample]:
-        """The file's first samples of each name, in the file's order."""
-        by_name: dict[str, list[Sample]] = {name: [] for name in self.names}
-        for sample in self._samples:
-            by_name[sample.task].append(sample)
-        return [sample for group in by_name.values() for sample in group[:limit]]
+def split_tasks(text: str) -> list[str]:
+    """Splits `a:1[x=1,y=2],b.jsonl` at the commas outside brackets; empty parts are left out."""
+    return [part.strip() for part in re.split(r",(?![^\[\]]*\])", text) if part.strip()]
 
 
 def parse_tasks(specs: Sequence[str]) -> list[Task]:
     """Reads task names and files.
 
     Args:
-        specs: `niah:LENGTH` or paths of JSONL files.
+        specs: `niah:LENGTH`, `ruler:NAME:LENGTH[option=value,...]`, or paths of JSONL files.
 
     Raises:
         DataError: a name is unknown, a file is missing or malformed, or a task is given twice.
@@ -159,6 +95,9 @@ def _parse_task(spec: str) -> Task:
         if not colon or not rest.isdecimal() or int(rest) < MIN_LENGTH:
             raise DataError(f"task '{spec}' needs a length of at least {MIN_LENGTH} tokens, such as niah:4096")
         return NeedleTask(int(rest))
+    if kind == "ruler":
+        name, length, options = _parse_ruler(spec, rest)
+        return RulerTask(name, length, options)
     path = Path(spec)
     if path.is_file():
         return FileTask(path)
@@ -169,46 +108,26 @@ def _parse_task(spec: str) -> Task:
     raise DataError(f"unknown task '{spec}'; a task is {_ALLOWED}")
 
 
-def _read_jsonl(path: Path) -> list[Sample]:
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"task file '{path}' cannot be read: {error}") from None
-    samples = [_parse_line(line, f"{path}, line {n}", n - 1) for n, line in enumerate(lines, 1) if line.strip()]
-    if not samples:
-        raise DataError(f"task file '{path}' is empty; each line is a JSON object with {', '.join(_TEXTS)}, answers")
-    return samples
+def _parse_ruler(spec: str, rest: str) -> tuple[str, int, dict[str, str]]:
+    """`NAME:LENGTH[option=value,...]` in its parts."""
+    match = re.fullmatch(r"(\w+):(\d+)(?:\[(.*)\])?", rest)
+    if match is None:
+        raise DataError(f"task '{spec}' is malformed; write ruler:NAME:LENGTH, such as ruler:niah_single_2:4096")
+    return match[1], int(match[2]), parse_options(spec, match[3] or "")
 
 
-def _parse_line(line: str, where: str, number: int) -> Sample:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON ({error.msg} at column {error.colno})") from None
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}")
-    missing = [key for key in (*_TEXTS, "answers") if key not in record]
-    if missing:
-        raise DataError(f"{where}: lacks {', '.join(missing)}; every line has {', '.join(_TEXTS)}, answers")
-    for key in _TEXTS:
-        if not isinstance(record[key], str):
-            raise DataError(f"{where}: {key} is {type(record[key]).__name__}, expected text")
-    for key in ("task", "context"):
-        if not record[key].strip():
-            raise DataError(f"{where}: {key} is empty")
-    answers = record["answers"]
-    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) and a.strip() for a in answers):
-        raise DataError(f"{where}: answers must be a list of one or more texts, none of them empty or blank")
-    return Sample(
-        **{key: record[key] for key in _TEXTS},
-        answers=tuple(answers),
-        index=_whole_number(record, "index", 0, number, where),
-        max_new_tokens=_whole_number(record, "max_new_tokens", 1, MAX_NEW_TOKENS, where),
-    )
+def parse_options(spec: str, text: str) -> dict[str, str]:
+    """The options of `option=value,option=value`.
 
-
-def _whole_number(record: dict[str, Any], key: str, least: int, default: int, where: str) -> int:
-    value = record.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise DataError(f"{where}: {key} is {value!r}, expected a whole number of at least {least}")
-    return value
+    Raises:
+        DataError: one is malformed or given twice.
+    """
+    options: dict[str, str] = {}
+    for item in text.split(",") if text.strip() else []:
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not (key and equals and value):
+            raise DataError(f"option '{item.strip()}' of task '{spec}' is malformed; write option=value")
+        if key in options:
+            raise DataError(f"option '{key}' is given twice in task '{spec}'")
+        options[key] = value
+    return options

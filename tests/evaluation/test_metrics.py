@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sekv.evaluation.metrics import match_all, standard_error
+from sekv.evaluation.metrics import match_all, match_any, standard_error
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,11 @@ def test_standard_error_golden_values() -> None:
     assert standard_error([40.0]) == 0.0
     assert standard_error([0.0, 100.0]) == pytest.approx(50.0)
     assert standard_error([0.0, 100.0, 100.0, 100.0]) == pytest.approx(25.0)
+
+
+@pytest.mark.parametrize(
+    ("output", "answers", "score"),
+    [("in the 10th century", ["10th", "the 11th"], 100.0), ("FRANCE", ["france"], 100.0), ("", ["x", "y"], 0.0)],
+)
+def test_match_any_golden_values(output: str, answers: list[str], score: float) -> None:
+    assert match_any(output, answers) == score

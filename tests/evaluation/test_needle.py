@@ -45,7 +45,7 @@ def test_the_seed_fixes_everything(tokenizer) -> None:
 
 
 def test_a_python_without_held_out_documentation_is_refused(tokenizer, monkeypatch) -> None:
-    monkeypatch.setattr("sekv.evaluation.needle.is_held_out", lambda text: False)
+    monkeypatch.setattr("sekv.corpus.is_held_out", lambda text: False)
     with pytest.raises(DataError, match="no held-out text"):
         make_needle(tokenizer, 800, 50.0, "0-0")
 

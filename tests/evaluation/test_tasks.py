@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from sekv.errors import DataError
-from sekv.evaluation.tasks import MAX_NEW_TOKENS, parse_tasks
+from sekv.evaluation.sample import MAX_NEW_TOKENS
+from sekv.evaluation.tasks import parse_tasks, split_tasks
 from sekv.prompt import split_prompt
 
 GOOD = {"task": "t", "context": "c", "question": "q", "answer_prefix": "p", "answers": ["a"]}
@@ -80,7 +81,7 @@ def test_a_separator_inside_a_text_is_no_new_line(tmp_path, tokenizer) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("nope", r"unknown task 'nope'; a task is a JSONL file, or niah:LENGTH"),
+        ("nope", r"unknown task 'nope'; a task is a JSONL file, niah:LENGTH"),
         ("gone.jsonl", r"task file 'gone.jsonl' does not exist"),
         ("some/folder", r"task file 'some/folder' does not exist"),
         ("niah", r"task 'niah' needs a length of at least 256"),
@@ -133,3 +134,16 @@ def test_a_needle_prompt_leaves_room_for_its_answer_within_one_percent(tokenizer
     assert 0.985 * 4096 <= n <= 4096 - sample.max_new_tokens
     with pytest.raises(DataError, match="give at most niah:2016"):
         task.samples(tokenizer, 2048, 1, 0)
+
+
+def test_a_file_names_its_metric_and_published_qa_samples_have_alternatives(tmp_path, tokenizer) -> None:
+    path = write(tmp_path / "x.jsonl", GOOD | {"task": "qa_1"}, GOOD | {"metric": "match_any"}, GOOD)
+    (task,) = parse_tasks([str(path)])
+    metrics = [(sample.task, sample.metric) for sample in task.samples(tokenizer, 4096, None, 0)]
+    assert metrics == [("qa_1", "match_any"), ("t", "match_any"), ("t", "match_all")]
+    with pytest.raises(DataError, match="line 1: metric is 'x'; known: match_all, match_any"):
+        parse_tasks([str(write(tmp_path / "y.jsonl", GOOD | {"metric": "x"}))])
+
+
+def test_tasks_are_split_at_commas_outside_brackets() -> None:
+    assert split_tasks("niah:512, ruler:x:1[a=b,c=d],,y.jsonl") == ["niah:512", "ruler:x:1[a=b,c=d]", "y.jsonl"]
