@@ -1,11 +1,17 @@
-"""Mixed-resolution attention: one softmax over rows of every kind, for training and inference (method section 1.4)."""
+"""Mixed-resolution attention: one softmax over rows of every kind, for training and inference (method section 1.4).
+
+Also the plain attention probabilities of a few queries, which scores and teachers are made of.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+_BLOCK_BYTES = 64 * 2**20  # float32 probabilities that may exist at once
 
 
 @dataclass(frozen=True)
@@ -91,3 +97,35 @@ def _logits(grouped: Tensor, rows: RowSet, shape: tuple[int, ...], scaling: floa
     if rows.visible is not None:
         logits = logits.masked_fill(~rows.visible, -torch.inf)
     return logits
+
+
+def attention_rows(query: Tensor, key: Tensor, visible: Tensor, scaling: float) -> Tensor:
+    """Attention probabilities of some queries over some keys; keys are not repeated to query heads.
+
+    Args:
+        query: rotated queries [B, H, Q, d] with H = K * G.
+        key: rotated keys [B, K, R, d].
+        visible: keys a query may see, bool, broadcastable to [B, K, G, Q, R]; a query that sees none gets finite values
+            without meaning.
+        scaling: factor on q.k.
+
+    Returns:
+        Float32 [B, K, G, Q, R].
+    """
+    batch, heads, n_queries, dim = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.float().reshape(batch, kv_heads, heads // kv_heads * n_queries, dim) * scaling
+    logits = (grouped @ key.float().mT).reshape(batch, kv_heads, heads // kv_heads, n_queries, key.shape[2])
+    return logits.masked_fill_(~visible, torch.finfo(torch.float32).min).softmax(dim=-1)
+
+
+def query_blocks(n_queries: int, rows: int) -> Iterator[slice]:
+    """Slices of `n_queries` queries, so that the probabilities of a block stay within about 64 MiB.
+
+    Args:
+        n_queries: Q.
+        rows: probabilities per query over all batch rows and heads, B * H * R.
+    """
+    size = max(1, _BLOCK_BYTES // (4 * max(1, rows)))
+    for start in range(0, n_queries, size):
+        yield slice(start, min(n_queries, start + size))

@@ -56,6 +56,7 @@ def read_context(backbone: Backbone, ids: Sequence[int], policies: Sequence[Poli
         torch.tensor([list(ids)], dtype=torch.long),
         surprisal=any(policy.needs_surprisal for policy in policies),
         window=max((policy.window for policy in policies), default=0),
+        observers=list(dict.fromkeys(observer for policy in policies for observer in policy.observers)),
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin, DynamicCache
 
 from sekv.backbone import Backbone
-from sekv.cache import RecordingLayer
 from sekv.errors import DataError
+from sekv.observation import Observer, ObservingLayer
 
 _LOGIT_BYTES = 64 * 2**20  # float32 logits that may exist at once while surprisal is computed
 
@@ -32,6 +33,8 @@ class Prefill:
         input_ids: [B, N], padding on the left.
         mask: True for real tokens [B, N].
         native: the backbone's own cache layers, by index, for layers that cannot be compressed.
+        observed: results per layer by observer, None for layers that cannot be compressed. Policies that read the
+            context once more keep what they found here too, so that every budget shares it.
     """
 
     backbone: Backbone
@@ -43,6 +46,7 @@ class Prefill:
     input_ids: Tensor
     mask: Tensor
     native: dict[int, CacheLayerMixin]
+    observed: dict[Hashable, list[Any]] = field(default_factory=dict)
 
     @property
     def n_tokens(self) -> int:
@@ -68,7 +72,7 @@ class Prefill:
         return key.to(device, non_blocking=True), value.to(device, non_blocking=True)
 
     def narrow(self, n: int) -> Prefill:
-        """The first `n` of the N (padded) tokens as a prefill of their own: views, no queries or hidden states."""
+        """The first `n` of the N (padded) tokens as a prefill of their own: views, nothing that queries left behind."""
         return replace(
             self,
             keys=[None if k is None else k[:, :, :n] for k in self.keys],
@@ -78,6 +82,7 @@ class Prefill:
             surprisal=None if self.surprisal is None else self.surprisal[:, :n],
             input_ids=self.input_ids[:, :n],
             mask=self.mask[:, :n],
+            observed={},
         )
 
 
@@ -102,6 +107,7 @@ def prefill(
     window: int = 0,
     chunk_size: int | None = None,
     offload: bool = False,
+    observers: Sequence[Observer] = (),
 ) -> Prefill:
     """Runs the backbone once over a batch of contexts.
 
@@ -113,6 +119,7 @@ def prefill(
         window: how many last queries and hidden states to keep.
         chunk_size: tokens per forward pass; None runs the whole context at once.
         offload: keep keys and values on the host, layer by layer, as they are made.
+        observers: statistics over all queries, as policies ask for them.
 
     Returns:
         The prefill, padding moved to the left.
@@ -137,10 +144,13 @@ def prefill(
     if right_padded:
         input_ids, mask = left_padded(input_ids, mask)
 
-    layers = _recording_layers(backbone, n, window, offload)
+    positions = positions_of(mask)
+    layers = backbone.native_cache_layers()
+    for index in backbone.geometry.compressible:
+        started = {observer: observer.start(backbone, index, mask, positions) for observer in observers}
+        layers[index] = ObservingLayer(n, window, offload, started)
     cache = DynamicCache()
     cache.layers, cache.layer_class_to_replicate = layers, None
-    positions = positions_of(mask)
     padded = not bool(mask.all())
     nats = torch.zeros(input_ids.shape, dtype=torch.float32, device=input_ids.device) if surprisal else None
     hidden: Tensor | None = None
@@ -164,7 +174,7 @@ def prefill(
     if nats is not None:
         nats = nats.masked_fill(~mask | (positions == 0), 0.0)
 
-    recorded = [layer if isinstance(layer, RecordingLayer) else None for layer in layers]
+    recorded = [layer if isinstance(layer, ObservingLayer) else None for layer in layers]
     return Prefill(
         backbone=backbone,
         keys=[None if r is None else r.keys for r in recorded],
@@ -175,14 +185,8 @@ def prefill(
         input_ids=input_ids,
         mask=mask,
         native={i: layer for i, layer in enumerate(layers) if recorded[i] is None},
+        observed={o: [None if r is None else r.observations[o].result() for r in recorded] for o in observers},
     )
-
-
-def _recording_layers(backbone: Backbone, n: int, window: int, offload: bool) -> list[Any]:
-    layers = backbone.native_cache_layers()
-    for index in backbone.geometry.compressible:
-        layers[index] = RecordingLayer(n, window, offload)
-    return layers
 
 
 def token_surprisal(backbone: Backbone, hidden: Tensor, targets: Tensor) -> Tensor:

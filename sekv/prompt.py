@@ -82,14 +82,35 @@ def split_prompt(
         head = _leading_bos(tokenizer) + _encode(tokenizer, context)
         return Prompt(head, _encode_continuation(tokenizer, f"\n{question}{ending}"))
     sentinel = _sentinel(context + question)
-    message = {"role": "user", "content": f"{context}{sentinel}\n{question}"}
-    text = str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
-    if text.count(sentinel) != 1:
+    head_text, tail_text = _around_user_text(tokenizer, f"{context}{sentinel}\n{question}", sentinel)
+    return Prompt(_encode(tokenizer, head_text), _encode_continuation(tokenizer, tail_text + answer_prefix))
+
+
+def template_parts(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Token ids that the chat template puts before and after a user's text.
+
+    A tokenizer without a template puts its BOS before and a newline after.
+
+    Raises:
+        DataError: the template does not show the user's text exactly once.
+    """
+    if not tokenizer.chat_template:
+        return _leading_bos(tokenizer), _encode(tokenizer, "\n")
+    sentinel = _sentinel("")
+    head, tail = _around_user_text(tokenizer, sentinel, sentinel)
+    return _encode(tokenizer, head), _encode(tokenizer, tail)
+
+
+def _around_user_text(tokenizer: PreTrainedTokenizerBase, text: str, sentinel: str) -> tuple[str, str]:
+    """The chat prompt of a user's text, split at the sentinel in it."""
+    message = {"role": "user", "content": text}
+    shown = str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+    if shown.count(sentinel) != 1:
         raise DataError(
             "the tokenizer's chat template does not show the user's message exactly once; repair the template"
         )
-    head_text, tail_text = text.split(sentinel)
-    return Prompt(_encode(tokenizer, head_text), _encode_continuation(tokenizer, tail_text + answer_prefix))
+    head, tail = shown.split(sentinel)
+    return head, tail
 
 
 def _sentinel(text: str) -> str:

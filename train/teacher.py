@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sekv.attention import attention_rows as rows_over_keys
+
 
 def attention_rows(query: Tensor, key: Tensor, index: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """Causal attention of some query tokens over all tokens, float32.
@@ -26,13 +28,8 @@ def attention_rows(query: Tensor, key: Tensor, index: Tensor, mask: Tensor, scal
     Returns:
         Probabilities [B, H, M, N].
     """
-    batch, heads, mined, dim = query.shape
-    kv_heads, n = key.shape[1:3]
-    grouped = query.float().reshape(batch, kv_heads, -1, dim)  # [B, K, G * M, d]
-    scores = (grouped * scaling) @ key.float().mT  # [B, K, G * M, N]
-    scores = scores.view(batch, heads, mined, n)
-    visible = mask[:, None] & (torch.arange(n, device=key.device) <= index[..., None])  # [B, M, N]
-    return scores.masked_fill_(~visible[:, None], -torch.inf).softmax(dim=-1)
+    visible = mask[:, None] & (torch.arange(key.shape[2], device=key.device) <= index[..., None])  # [B, M, N]
+    return rows_over_keys(query, key, visible[:, None, None], scaling).flatten(1, 2)
 
 
 def far_share(attention: Tensor, index: Tensor, mask: Tensor, distance: Tensor, sinks: int) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sekv.budget import Budget
 from sekv.cache import CompressedCache, StoreLayer
 from sekv.errors import BudgetError, PolicyError
+from sekv.observation import Observer
 from sekv.prefill import Prefill
 from sekv.stores.base import Store
 from sekv.stores.full import FullStore
@@ -45,6 +46,11 @@ class Policy(ABC):
     def window(self) -> int:
         """Last queries of the context that the prefill must keep for this policy."""
         return 0
+
+    @property
+    def observers(self) -> tuple[Observer, ...]:
+        """Statistics over all queries that the prefill must gather for this policy."""
+        return ()
 
     def prepare(self, prefill: Prefill, budget: Budget) -> Any:
         """What all layers share (rows per context, segmentation), computed once; `compress` receives it as `plan`.
@@ -131,3 +137,14 @@ def check_minimum(rows: Tensor, minimum: Tensor, lengths: Tensor, what: str) -> 
             f"budget of {int(rows[i])} rows is too small for a context of {n} tokens: {what} needs at least {least} "
             f"rows (a share of {min(1.0, least / n + 5e-5):.4f})"
         )
+
+
+def observed(prefill: Prefill, observer: Observer, layer: int, name: str) -> Any:
+    """What an observer found in a layer.
+
+    Raises:
+        PolicyError: the prefill did not run it; `name` says who needs it.
+    """
+    if observer not in prefill.observed:
+        raise PolicyError(f"{name} needs what the prefill observes; call prefill(..., observers=policy.observers)")
+    return prefill.observed[observer][layer]

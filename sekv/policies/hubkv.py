@@ -13,11 +13,12 @@ from torch.nn.functional import max_pool1d
 from sekv.errors import PolicyError
 from sekv.policies.keydiff import KeyDiffPolicy
 from sekv.policies.scorer import ScorerPolicy, scale_to_unit
+from sekv.policies.wrapper import WrapperPolicy
 from sekv.prefill import Prefill
 
 
 @dataclass(kw_only=True)
-class HubKVPolicy(ScorerPolicy):
+class HubKVPolicy(WrapperPolicy):
     """HubKV (paper draft): discounts the neighbours of local score peaks before the base scorer's own top-k.
 
     With s the base's scores, min-max scaled to [0, 1] over the layer, and r the share removed (method, section 2):
@@ -27,8 +28,9 @@ class HubKVPolicy(ScorerPolicy):
       z_i = s_i + r^gate_power (beta_h q_i - s_i)
     It is a local proxy of marginal gain and inherits no guarantee of greedy coverage.
 
-    Sinks, tail, allocation and safeguard are the base's: `hubkv:snapkv[allocation=headwise]`. Without a base it refines
-    KeyDiff, which like the paper's KVzip does not depend on where the context ends; SnapKV's window does.
+    Sinks, tail and allocation are the base's: `hubkv:snapkv[allocation=headwise]`. The paper's main variant is
+    `hubkv:kvzip`; without a base it refines KeyDiff, which like KVzip does not depend on where the context ends, and
+    costs no second pass.
 
     Choices where the paper is silent: std is the population's; a layer whose heads are all constant has beta 1.
 
@@ -52,16 +54,7 @@ class HubKVPolicy(ScorerPolicy):
     weight_high: float = 1.2
     gate_power: float = 2.0
 
-    sinks: int = field(init=False)
-    tail: int = field(init=False)
-    allocation: str = field(init=False)
-    safeguard: float = field(init=False)
-
     def __post_init__(self) -> None:
-        if not isinstance(self.base, ScorerPolicy) or isinstance(self.base, HubKVPolicy):
-            raise PolicyError(f"{self.name} refines a scorer such as keydiff or snapkv; {self.base.name} is none")
-        for option in ("sinks", "tail", "allocation", "safeguard"):
-            setattr(self, option, getattr(self.base, option))
         super().__post_init__()
         if self.kernel_size < 1 or self.kernel_size % 2 == 0:
             raise PolicyError(f"{self.name}: kernel_size must be odd and positive, got {self.kernel_size}")
@@ -75,19 +68,13 @@ class HubKVPolicy(ScorerPolicy):
             if not 0.0 <= getattr(self, option) < math.inf:
                 raise PolicyError(f"{self.name}: {option} must be 0 or more, got {getattr(self, option)}")
 
-    @property
-    def window(self) -> int:
-        """The base's."""
-        return self.base.window
-
     def score(self, prefill: Prefill, layer: int) -> Tensor:
         """The base's scores [B, K, N], min-max scaled to [0, 1] over all heads of the layer."""
         return scale_to_unit(self.base.score(prefill, layer), prefill.mask[:, None], dims=(-2, -1))
 
-    def keep(self, prefill: Prefill, layer: int, rows: Tensor) -> Tensor:
-        """The base's selection [B, K, N] on refined scores."""
-        scores = self.refine(self.score(prefill, layer), prefill.mask, 1.0 - rows / prefill.lengths)
-        return self.base.select(scores, prefill.mask, rows)
+    def ranking(self, prefill: Prefill, layer: int, rows: Tensor) -> Tensor:
+        """Refined scores [B, K, N]; r is the share that this layer removes."""
+        return self.refine(self.score(prefill, layer), prefill.mask, 1.0 - rows / prefill.lengths)
 
     def refine(self, scores: Tensor, mask: Tensor, ratio: Tensor) -> Tensor:
         """The scores z of the class docstring.

@@ -10,12 +10,20 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from sekv.errors import PolicyError
 from sekv.policies.base import FullPolicy, Policy
+from sekv.policies.chunkkv import ChunkKVPolicy
+from sekv.policies.expected_attention import ExpectedAttentionPolicy
+from sekv.policies.h2o import H2OPolicy
 from sekv.policies.hubkv import HubKVPolicy
 from sekv.policies.keydiff import KeyDiffPolicy
+from sekv.policies.kvzip import KVzipPolicy
 from sekv.policies.nestedkv import NestedKVPolicy
+from sekv.policies.observed import ObservedAttentionPolicy
+from sekv.policies.pyramidkv import PyramidKVPolicy
 from sekv.policies.sekv import SeKVPolicy
+from sekv.policies.semanticache import SemantiCachePolicy
 from sekv.policies.snapkv import SnapKVPolicy
 from sekv.policies.streaming_llm import StreamingLLMPolicy
+from sekv.policies.tova import TOVAPolicy
 
 _WRAPPED = "base"  # the field of a policy that wraps another one
 _REGISTRY: dict[str, type[Policy]] = {}
@@ -41,6 +49,14 @@ for _policy in (
     KeyDiffPolicy,
     SnapKVPolicy,
     StreamingLLMPolicy,
+    H2OPolicy,
+    TOVAPolicy,
+    ObservedAttentionPolicy,
+    ExpectedAttentionPolicy,
+    PyramidKVPolicy,
+    ChunkKVPolicy,
+    KVzipPolicy,
+    SemantiCachePolicy,
 ):
     register(_policy)
 

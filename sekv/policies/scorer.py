@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from sekv.budget import Budget
 from sekv.errors import PolicyError
 from sekv.policies.base import Policy
-from sekv.policies.selection import keep_headwise, keep_uniform, protect
+from sekv.policies.selection import keep_headwise, keep_uniform, pooled_rows, protect, pyramid_rows
 from sekv.prefill import Prefill
 from sekv.stores.evicted import EvictedStore
 
 ALLOCATIONS = ("uniform", "headwise")
+LAYER_ALLOCATIONS = ("uniform", "pyramid", "pooled")
 _ROUNDING = 1e-6  # relative spread below which float32 scores are the same
 
 
@@ -26,19 +29,29 @@ class ScorerPolicy(Policy):
 
     Attributes:
         allocation: `uniform` keeps the same number of rows in every head of a layer; `headwise` lets its heads compete.
-        safeguard: share of the mean rows that no head can lose under `headwise`.
+        safeguard: share of the mean rows that no head can lose under `headwise` and `pooled`.
+        layers: `uniform` gives every layer the same rows; `pyramid` gives early layers more; `pooled` lets all heads of
+            all layers compete, and needs `allocation=headwise`. The mean over layers is the budget in each case.
+        beta: steepness of the pyramid: the last layer gets 1 / beta of the mean.
     """
 
     allocation: str = "uniform"
     safeguard: float = 0.20
+    layers: str = "uniform"
+    beta: float = 20.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.allocation not in ALLOCATIONS:
-            known = " or ".join(ALLOCATIONS)
-            raise PolicyError(f"{self.name}: allocation '{self.allocation}' is unknown; give {known}")
+        for option, values in (("allocation", ALLOCATIONS), ("layers", LAYER_ALLOCATIONS)):
+            if getattr(self, option) not in values:
+                known = f"{', '.join(values[:-1])} or {values[-1]}"
+                raise PolicyError(f"{self.name}: {option} '{getattr(self, option)}' is unknown; give {known}")
         if not 0.0 <= self.safeguard <= 1.0:
             raise PolicyError(f"{self.name}: safeguard must be from 0 to 1, got {self.safeguard}")
+        if not self.beta >= 1.0:
+            raise PolicyError(f"{self.name}: beta must be 1 or more, got {self.beta}")
+        if self.layers == "pooled" and self.allocation != "headwise":
+            raise PolicyError(f"{self.name}: layers=pooled lets heads compete; give allocation=headwise with it")
 
     @property
     def protected_tail(self) -> int:
@@ -53,31 +66,76 @@ class ScorerPolicy(Policy):
             Finite float32 [B, K, N], higher is kept first; anything at padding.
         """
 
+    def ranking(self, prefill: Prefill, layer: int, rows: Tensor) -> Tensor:
+        """The scores that select [B, K, N]; they may depend on the layer's rows [B]."""
+        return self.score(prefill, layer)
+
+    def protected(self, scores: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
+        """Scores [B, K, N] with sinks and tail above all others."""
+        return protect(scores, mask, self.sinks, self.protected_tail)
+
     def select(self, scores: Tensor, mask: Tensor, rows: Tensor) -> Tensor:
         """The tokens to keep: sinks and tail first, then by score.
 
         Args:
             scores: [B, K, N].
             mask: True for real tokens [B, N].
-            rows: rows per head [B].
+            rows: rows per head [B], whole numbers under `uniform`.
 
         Returns:
             Bool [B, K, N]; rows[b] per head on average, and in every head under `uniform`.
         """
-        scores = protect(scores, mask, self.sinks, self.protected_tail)
+        scores = self.protected(scores, mask, rows)
         if self.allocation == "headwise":
             return keep_headwise(scores, rows, self.safeguard)
         return keep_uniform(scores, rows)
 
     def keep(self, prefill: Prefill, layer: int, rows: Tensor) -> Tensor:
-        """The tokens of a layer to keep [B, K, N], for a budget of `rows` [B]."""
-        return self.select(self.score(prefill, layer), prefill.mask, rows)
+        """The tokens of a layer to keep [B, K, N], for `rows` [B] in that layer."""
+        return self.select(self.ranking(prefill, layer, rows), prefill.mask, rows)
 
-    def compress(self, prefill: Prefill, layer: int, plan: Tensor) -> EvictedStore:
-        """A store of the kept rows; `plan` is the rows per head [B]."""
-        keep = self.keep(prefill, layer, plan)
+    def prepare(self, prefill: Prefill, budget: Budget) -> LayerRows:
+        """The rows of every layer; a policy that pools them computes its scores when the first one is asked for."""
+        return LayerRows(self, prefill, self.rows(prefill, budget))
+
+    def compress(self, prefill: Prefill, layer: int, plan: LayerRows) -> EvictedStore:
+        """A store of the kept rows."""
+        keep = self.keep(prefill, layer, plan.of(layer))
         key, value = prefill.key_value(layer)
         return EvictedStore(key, value, keep, prefill.lengths)
+
+
+@dataclass
+class LayerRows:
+    """How a policy's budget is spread over the compressible layers.
+
+    Attributes:
+        policy: whose layer allocation it is.
+        prefill: the context.
+        mean: mean rows per layer and head [B].
+    """
+
+    policy: ScorerPolicy
+    prefill: Prefill
+    mean: Tensor
+
+    def of(self, layer: int) -> Tensor:
+        """Rows per head [B] of one compressible layer."""
+        return self._per_layer[:, self.prefill.backbone.geometry.compressible.index(layer)]
+
+    @cached_property
+    def _per_layer(self) -> Tensor:
+        policy, prefill, mean = self.policy, self.prefill, self.mean
+        compressible = prefill.backbone.geometry.compressible
+        if policy.layers == "pyramid":
+            protected = policy.sinks + policy.protected_tail
+            return pyramid_rows(mean, prefill.lengths, protected, len(compressible), policy.beta)
+        if policy.layers == "pooled":
+            scores = [
+                policy.protected(policy.ranking(prefill, layer, mean), prefill.mask, mean) for layer in compressible
+            ]
+            return pooled_rows(scores, mean, policy.safeguard)
+        return mean[:, None].expand(-1, len(compressible))
 
 
 def scale_to_unit(values: Tensor, mask: Tensor, dims: tuple[int, ...] = (-1,)) -> Tensor:

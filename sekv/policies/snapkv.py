@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d, max_pool1d
 
+from sekv.attention import attention_rows, query_blocks
 from sekv.errors import PolicyError
 from sekv.policies.scorer import ScorerPolicy
 from sekv.prefill import Prefill
 
 POOLINGS = ("avg", "max")
-_LOGIT_BYTES = 64 * 2**20  # float32 attention rows that may exist at once
 
 
 @dataclass(kw_only=True)
@@ -61,22 +61,12 @@ class SnapKVPolicy(ScorerPolicy):
         Raises:
             PolicyError: the prefill kept fewer queries than the window.
         """
-        queries = prefill.queries[layer]
+        attention = last_queries_attention(prefill, layer, self.window, self.name)
         n_window = min(self.window, prefill.n_tokens)
-        if queries is None or queries.shape[2] < n_window:
-            kept = 0 if queries is None else queries.shape[2]
-            raise PolicyError(
-                f"{self.name} needs the last {n_window} queries of the context and the prefill kept {kept}; "
-                f"call prefill(..., window={self.window})"
-            )
-        key = prefill.key_value(layer)[0]
-        attention = window_attention(
-            queries[:, :, -n_window:], key, prefill.mask, prefill.backbone.attention_scaling(layer)
-        )
         in_prefix = prefill.mask[:, None].clone()
         in_prefix[..., prefill.n_tokens - n_window :] = False
         pooled = self._pool(attention.masked_fill(~in_prefix, 0.0))
-        pooled = pooled.unflatten(1, (key.shape[1], -1)).mean(dim=2).masked_fill(~in_prefix, 0.0)
+        pooled = pooled.unflatten(1, (prefill.backbone.geometry.num_kv_heads, -1)).mean(dim=2).masked_fill(~in_prefix, 0.0)
         highest = pooled.amax(dim=(1, 2), keepdim=True)
         return torch.where(in_prefix, pooled, highest)
 
@@ -84,6 +74,25 @@ class SnapKVPolicy(ScorerPolicy):
         if self.pooling == "max":
             return max_pool1d(attention, self.kernel_size, stride=1, padding=self.kernel_size // 2)
         return avg_pool1d(attention, self.kernel_size, stride=1, padding=self.kernel_size // 2)
+
+
+def last_queries_attention(prefill: Prefill, layer: int, window: int, name: str) -> Tensor:
+    """Mean attention [B, H, N] of a context's last `window` tokens, from the queries that the prefill kept.
+
+    Raises:
+        PolicyError: the prefill kept fewer; `name` says who needs them.
+    """
+    queries = prefill.queries[layer]
+    n_window = min(window, prefill.n_tokens)
+    if queries is None or queries.shape[2] < n_window:
+        kept = 0 if queries is None else queries.shape[2]
+        raise PolicyError(
+            f"{name} needs the last {n_window} queries of the context and the prefill kept {kept}; "
+            f"call prefill(..., window={window})"
+        )
+    key = prefill.key_value(layer)[0]
+    scaling = prefill.backbone.attention_scaling(layer)
+    return window_attention(queries[:, :, -n_window:], key, prefill.mask, scaling)
 
 
 def window_attention(query: Tensor, key: Tensor, mask: Tensor, scaling: float) -> Tensor:
@@ -98,19 +107,13 @@ def window_attention(query: Tensor, key: Tensor, mask: Tensor, scaling: float) -
     Returns:
         Float32 [B, H, N], 0 at padding; the average over the W queries that are real tokens.
     """
-    batch, heads, n_window, dim = query.shape
+    batch, heads, n_window, _ = query.shape
     kv_heads, n_tokens = key.shape[1:3]
-    grouped = query.float().reshape(batch, kv_heads, -1, n_window, dim) * scaling
-    transposed = key.float().mT
     token = torch.arange(n_tokens, device=key.device)
+    voters = mask[:, None, None, -n_window:, None]
     total = torch.zeros(batch, kv_heads, heads // kv_heads, n_tokens, device=key.device)
-    chunk = max(1, _LOGIT_BYTES // (4 * batch * heads * n_tokens))
-    for rows, part in zip(token[-n_window:].split(chunk), grouped.split(chunk, dim=3), strict=True):
-        visible = (token <= rows[:, None]) & mask[:, None, None, None]  # [B, 1, 1, w, N]
-        # Queries of a group side by side, so that keys are not repeated to query heads.
-        logits = (part.flatten(2, 3) @ transposed).unflatten(2, part.shape[2:4])  # [B, K, G, w, N]
-        logits.masked_fill_(~visible, torch.finfo(torch.float32).min)
-        weights = logits.softmax(dim=-1) * mask[:, rows][:, None, None, :, None]  # padded queries do not vote
-        total += weights.sum(dim=3)
-    voters = mask[:, -n_window:].sum(dim=1)[:, None, None]
-    return total.flatten(1, 2) / voters
+    for block in query_blocks(n_window, batch * heads * n_tokens):
+        visible = (token <= token[-n_window:][block, None]) & mask[:, None, None, None]  # [B, 1, 1, w, N]
+        weights = attention_rows(query[:, :, block], key, visible, scaling)
+        total += (weights * voters[..., block, :]).sum(dim=3)  # padded queries do not vote
+    return total.flatten(1, 2) / mask[:, -n_window:].sum(dim=1)[:, None, None]

@@ -45,7 +45,7 @@ def plain_prefill(key: Tensor, mask: Tensor | None = None, queries: Tensor | Non
     batch, kv_heads, n, _ = key.shape
     backbone = SimpleNamespace(
         name="plain",
-        geometry=SimpleNamespace(num_layers=1, num_kv_heads=kv_heads),
+        geometry=SimpleNamespace(num_layers=1, num_kv_heads=kv_heads, compressible=(0,)),
         attention_scaling=lambda layer: key.shape[-1] ** -0.5,
     )
     return Prefill(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import sekv.policies.snapkv as snapkv_module
+import sekv.attention
 from sekv.backbone import Backbone
 from sekv.errors import PolicyError
 from sekv.policies.snapkv import SnapKVPolicy, window_attention
@@ -40,9 +40,9 @@ def loop_score(query: Tensor, key: Tensor, window: int, kernel: int, pooling: st
     return score
 
 
-@pytest.mark.parametrize("logit_bytes", [1, 2**20])
-def test_window_attention_equals_full_attention(monkeypatch, logit_bytes):
-    monkeypatch.setattr(snapkv_module, "_LOGIT_BYTES", logit_bytes)  # one query at a time, and all together
+@pytest.mark.parametrize("block_bytes", [1, 2**20])
+def test_window_attention_equals_full_attention(monkeypatch, block_bytes):
+    monkeypatch.setattr(sekv.attention, "_BLOCK_BYTES", block_bytes)  # one query at a time, and all together
     lengths = [40, 23, 5]
     query, key = randn(3, 2 * G, 40, 8), randn(3, 2, 40, 8, seed=1)
     attention = window_attention(query[:, :, -8:], key, left_padding(lengths), 8**-0.5)
