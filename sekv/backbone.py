@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,13 +20,12 @@ from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 from sekv.cache import ATTENTION_NAME, register_attention
 from sekv.default_backbone import default_backbone_dir
 from sekv.errors import BackboneError, DataError
-from sekv.hub import hub_snapshot, quiet_progress
+from sekv.hub import hub_snapshot, is_hub_id, quiet_progress
 from sekv.rotary import rotate
 
 DEFAULT_BACKBONE = "smollm2-135m"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _GEOMETRY_KEYS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
 _SKETCH_SIZE = 16  # probes per sketched layer
 _SKETCH_COSINE = 0.95  # 4-bit copies of the same weights stay above 0.99, other weights of the same shape near 0
@@ -433,7 +431,7 @@ def _locate(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
+    if folder.exists() or not is_hub_id(name):
         raise BackboneError(
             f"backbone '{name}' is neither a folder, nor a Hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, "
             f"nor the embedded '{DEFAULT_BACKBONE}'"
