@@ -383,7 +383,7 @@ def load_backbone(name_or_path: str | Path, dtype: str | torch.dtype = "auto", d
         BackboneError: not found, not reachable, corrupt, or not a model that can be compressed.
     """
     target = _pick_device(device)
-    torch_dtype = _pick_dtype(dtype, target)
+    torch_dtype = pick_dtype(dtype, target)
     name = str(name_or_path)
     folder = _locate(name)
     _check_folder(folder, name)
@@ -408,7 +408,12 @@ def _pick_device(device: str) -> torch.device:
     return picked
 
 
-def _pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """What `dtype` means on a device.
+
+    Raises:
+        BackboneError: it is none of the names that are known.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":

@@ -22,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException, SI
 from rich.console import Console
 
 from sekv.errors import DataError, SeKVError
-from train.callbacks import ProgressLines, RunSummary, TrainingBar
+from train.callbacks import ProgressLines, RunSummary, TrainingBar, ValidateEverySteps
 from train.data import TextDataModule
 from train.errors import ConfigError
 from train.export import read_checkpoint
@@ -223,6 +223,8 @@ class TrainCLI(LightningCLI):
         if self.datamodule.val_sequences:
             self.best = ModelCheckpoint(filename="best", monitor="val/loss", save_on_train_epoch_end=False, **keep)
             callbacks += [self.best, ZoomHeatmaps(self.run_dir / "heatmaps")]
+            if isinstance(interval := self.config.trainer.val_check_interval, int):
+                callbacks.append(ValidateEverySteps(interval))
             if self.config.patience is not None:
                 self.early_stopping = EarlyStopping("val/loss", patience=self.config.patience)
                 callbacks.append(self.early_stopping)
@@ -310,6 +312,13 @@ def _check_writable(folder: Path) -> None:
         raise DataError(f"{folder} cannot be made: {existing} is not writable; give other --runs")
 
 
+def quiet_lightning() -> None:
+    """Hides what Lightning says about choices that are deliberate here, such as few data workers."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning\.")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `sekv train`.
 
@@ -321,10 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     console = Console()
     errors = Console(stderr=True)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # Lightning warns about choices that are deliberate here: few data workers and a short logging interval.
-    warnings.filterwarnings("ignore", module=r"lightning\.")
+    quiet_lightning()
     cli: TrainCLI | None = None
     try:
         cli = TrainCLI(list(sys.argv[1:] if argv is None else argv), console)
@@ -335,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print(f"sekv train: {cli.stopped()}", markup=False, highlight=False, soft_wrap=True)
         return 143 if isinstance(stop, SIGTERMException) else 130
     except (SeKVError, jsonargparse.ArgumentError, MisconfigurationException, OSError) as error:
-        errors.print(f"sekv train: error: {_one_line(error)}", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"sekv train: error: {one_line(error)}", markup=False, highlight=False, soft_wrap=True)
         return 2
     finally:
         if cli is not None:
@@ -350,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """The message on one line, without jsonargparse's report on the alternatives of an optional class."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
