@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from sekv.backbone import Backbone, compare_fingerprints
 from sekv.errors import AdapterError, PolicyError
+from sekv.hub import hub_snapshot, is_hub_id
 from sekv.segmentation import SegmentationConfig
 
 CONFIG_NAME = "adapter_config.json"
@@ -286,21 +287,21 @@ class SeKVAdapter(nn.Module):
         return folder
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, backbone: Backbone | None = None) -> SeKVAdapter:
+    def from_pretrained(cls, name_or_path: str | Path, backbone: Backbone | None = None) -> SeKVAdapter:
         """Loads an adapter; nothing in the files is executed.
 
         Args:
-            directory: folder with adapter_config.json and adapter_model.safetensors.
+            name_or_path: folder with adapter_config.json and adapter_model.safetensors, or a Hub id such as `org/name`.
             backbone: checked against the adapter's fingerprint, and where the adapter is put.
 
         Returns:
             The adapter in evaluation mode.
 
         Raises:
-            AdapterError: a file is missing or corrupt, tensors are missing, unexpected, misshapen or not finite, or
-                the backbone is not the one the adapter was trained for.
+            AdapterError: a file is missing or corrupt, tensors are missing, unexpected, misshapen or not finite, the
+                backbone is not the one the adapter was trained for, or the Hub cannot serve it.
         """
-        folder = Path(directory)
+        folder = _locate(name_or_path)
         payload = read_adapter_config(folder)
         adapter = cls(
             *_shape(payload["backbone"], folder),
@@ -340,6 +341,17 @@ class SeKVAdapter(nn.Module):
         self.load_state_dict(tensors)
 
 
+def _locate(name_or_path: str | Path) -> Path:
+    """The folder of that name, or the one the Hub's cache keeps of that repository."""
+    folder = Path(name_or_path).expanduser()
+    if folder.exists() or not is_hub_id(str(name_or_path)):
+        return folder
+    try:
+        return hub_snapshot(str(name_or_path), (CONFIG_NAME, WEIGHTS_NAME), AdapterError)
+    except AdapterError as error:
+        raise AdapterError(f"there is no folder {folder} with an adapter, and on the Hub: {error}") from error
+
+
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The content of adapter_config.json, checked for its parts.
 
@@ -348,7 +360,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / CONFIG_NAME
     if not path.is_file():
-        raise AdapterError(f"{path} does not exist; give a folder made by `sekv export` (it holds {CONFIG_NAME})")
+        raise AdapterError(f"{path} does not exist; give a Hub id, or a folder made by `sekv export`")
     try:
         payload = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

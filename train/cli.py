@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import logging
-import netrc
 import os
 import re
 import sys
@@ -12,21 +12,22 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import jsonargparse
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
 
 from sekv.errors import DataError, SeKVError
-from train.callbacks import ProgressLines, RunSummary, TrainingBar
+from train.callbacks import ProgressLines, RunSummary, TrainingBar, ValidateEverySteps
 from train.data import TextDataModule
 from train.errors import ConfigError
 from train.export import read_checkpoint
+from train.heatmaps import ZoomHeatmaps
+from train.loggers import WandbRun, finish_wandb, run_loggers
 from train.module import SeKVModule
 
 _USAGE = "sekv train --config FILE [--config FILE ...] [--KEY VALUE ...]"
@@ -41,7 +42,8 @@ Train a SeKV adapter over a frozen backbone.
   sekv train --config configs/demo.yaml --print_config                     see every value
 
 A run leaves RUNS/NAME/config.yaml, checkpoints/ (last and best by held-out loss: the adapter, never the backbone),
-csv/ and wandb/ (offline unless you are logged in; WANDB_MODE is respected). Then:
+heatmaps/ (where it zooms, by layer and head), csv/ and wandb/ (offline unless you are logged in; WANDB_MODE is
+respected). `sekv plan --config FILE` says beforehand what a run needs. Then:
 
   sekv export RUNS/NAME/checkpoints/best.ckpt ADAPTER
 """
@@ -58,10 +60,12 @@ class _SaveConfig(SaveConfigCallback):
     """Keeps the whole configuration in the run's folder."""
 
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Writes config.yaml."""
+        """Writes config.yaml, and tells the loggers what the module's own settings leave out."""
         folder = Path(trainer.default_root_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.parser.save(self.config, folder / "config.yaml", skip_unset=False, overwrite=True)
+        for logger in trainer.loggers:
+            logger.log_hyperparams({"data": data_settings(self.config.data)})
 
 
 class TrainCLI(LightningCLI):
@@ -70,6 +74,9 @@ class TrainCLI(LightningCLI):
     console: Console
     summary: RunSummary
     best: ModelCheckpoint | None = None
+    early_stopping: EarlyStopping | None = None
+    loggers: Sequence[Logger] = ()
+    wandb_run: WandbRun | None = None
     _resumed: Mapping[str, Any] | None = None  # what the checkpoint to resume from holds
 
     def __init__(self, args: ArgsType, console: Console | None = None) -> None:
@@ -120,6 +127,12 @@ class TrainCLI(LightningCLI):
         parser.add_argument("--resume", type=str | None, default=None, help="A checkpoint to go on from, or 'last'.")
         parser.add_argument(
             "--overwrite", type=bool, default=False, help="Let the run replace an earlier one of its name."
+        )
+        parser.add_argument(
+            "--patience",
+            type=int | None,
+            default=None,
+            help="Stop after this many validations in a row without a better held-out loss; never when not given.",
         )
         parser.add_argument("--save_every", type=int, default=100, help="Steps between saves of the last checkpoint.")
         parser.link_arguments("seed_everything", "model.seed", compute_fn=int)
@@ -172,6 +185,7 @@ class TrainCLI(LightningCLI):
         """
         try:
             super().instantiate_classes()
+            self.model.data_settings = data_settings(self.config.data)
         except ValueError as error:
             if isinstance(error.__cause__, SeKVError):
                 raise error.__cause__ from None
@@ -185,10 +199,11 @@ class TrainCLI(LightningCLI):
         """
         options = self.config_init.trainer
         self.summary = RunSummary()
-        self.loggers = run_loggers(self.run_dir) if options.logger in (None, True) else []
+        if options.logger in (None, True):
+            self.loggers, self.wandb_run = run_loggers(self.run_dir, resuming=self.config.resume is not None)
         kwargs.update(
             default_root_dir=str(self.run_dir),
-            logger=self.loggers or options.logger,
+            logger=list(self.loggers) or options.logger,
             enable_progress_bar=self.console.is_terminal and options.enable_progress_bar is not False,
             callbacks=[*(options.callbacks or []), *self._callbacks(with_loggers=bool(self.loggers or options.logger))],
         )
@@ -207,7 +222,12 @@ class TrainCLI(LightningCLI):
         ]
         if self.datamodule.val_sequences:
             self.best = ModelCheckpoint(filename="best", monitor="val/loss", save_on_train_epoch_end=False, **keep)
-            callbacks.append(self.best)
+            callbacks += [self.best, ZoomHeatmaps(self.run_dir / "heatmaps")]
+            if isinstance(interval := self.config.trainer.val_check_interval, int):
+                callbacks.append(ValidateEverySteps(interval))
+            if self.config.patience is not None:
+                self.early_stopping = EarlyStopping("val/loss", patience=self.config.patience)
+                callbacks.append(self.early_stopping)
         if with_loggers:
             callbacks.append(LearningRateMonitor("step"))
         return callbacks
@@ -222,6 +242,9 @@ class TrainCLI(LightningCLI):
             SeKVError: backbone, checkpoint and documents do not fit; nothing has been written then.
         """
         self._check_everything()
+        if self.wandb_run is not None and self.trainer.is_global_zero:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+            self.wandb_run.save(self.run_dir)
         self.trainer.fit(
             self.model,
             datamodule=self.datamodule,
@@ -243,6 +266,12 @@ class TrainCLI(LightningCLI):
         self.datamodule.trainer, self.datamodule.tokenizer = self.trainer, backbone.tokenizer
         self.datamodule.train_dataloader()
 
+    def stopped_early(self) -> str:
+        """Why training ended before its last step, or nothing."""
+        if self.early_stopping is None or self.early_stopping.wait_count < self.early_stopping.patience:
+            return ""
+        return f"Stopped early: {self.config.patience} validations in a row without a better held-out loss."
+
     def stopped(self) -> str:
         """What remains of a run that was stopped from outside."""
         last = self.checkpoint_dir / "last.ckpt"
@@ -262,10 +291,16 @@ def _check_intervals(config: Any) -> None:
         "trainer.val_check_interval": options.val_check_interval,
         "trainer.log_every_n_steps": options.log_every_n_steps,
         "save_every": config.save_every,
+        "patience": config.patience,
     }
     for name, value in intervals.items():
         if isinstance(value, int | float) and value <= 0:
             raise ConfigError(f"{name} must be above 0, got {value}")
+
+
+def data_settings(config: Any) -> dict[str, Any]:
+    """The data part of a configuration as plain values, for checkpoints and loggers."""
+    return {"class_path": config.class_path, **json.loads(json.dumps(config.init_args.as_dict(), default=str))}
 
 
 def _check_writable(folder: Path) -> None:
@@ -277,27 +312,11 @@ def _check_writable(folder: Path) -> None:
         raise DataError(f"{folder} cannot be made: {existing} is not writable; give other --runs")
 
 
-def run_loggers(run_dir: Path) -> list[Logger]:
-    """CSV always; wandb too unless WANDB_MODE=disabled: offline without an account, never asking, never waiting."""
-    loggers: list[Logger] = [CSVLogger(run_dir, name="csv")]
-    mode = os.environ.get("WANDB_MODE", "")
-    if mode == "disabled":
-        return loggers
-    offline = mode in ("offline", "dryrun") or (mode != "online" and not _logged_in_to_wandb())
-    if offline:  # nothing to tell: no address, no account
-        os.environ.setdefault("WANDB_SILENT", "true")
-    loggers.append(WandbLogger(name=run_dir.name, save_dir=run_dir, project="sekv", offline=offline))
-    return loggers
-
-
-def _logged_in_to_wandb() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc().authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):  # no such file, or not one to be read
-        return False
+def quiet_lightning() -> None:
+    """Hides what Lightning says about choices that are deliberate here, such as few data workers."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"lightning\.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -311,10 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     console = Console()
     errors = Console(stderr=True)
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    # Lightning warns about choices that are deliberate here: few data workers and a short logging interval.
-    warnings.filterwarnings("ignore", module=r"lightning\.")
+    quiet_lightning()
     cli: TrainCLI | None = None
     try:
         cli = TrainCLI(list(sys.argv[1:] if argv is None else argv), console)
@@ -325,12 +341,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print(f"sekv train: {cli.stopped()}", markup=False, highlight=False, soft_wrap=True)
         return 143 if isinstance(stop, SIGTERMException) else 130
     except (SeKVError, jsonargparse.ArgumentError, MisconfigurationException, OSError) as error:
-        errors.print(f"sekv train: error: {_one_line(error)}", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"sekv train: error: {one_line(error)}", markup=False, highlight=False, soft_wrap=True)
         return 2
     finally:
         if cli is not None:
-            _finish_wandb(cli)
+            finish_wandb(cli.loggers)
     console.print(cli.summary.table())
+    if reason := cli.stopped_early():
+        console.print(reason, markup=False, highlight=False, soft_wrap=True)
     console.print(f"Adapter trained: {checkpoint}", markup=False, highlight=False, soft_wrap=True)
     console.print(
         f"Next: sekv export {checkpoint} {cli.run_dir / 'adapter'}", markup=False, highlight=False, soft_wrap=True
@@ -338,18 +356,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """The message on one line, without jsonargparse's report on the alternatives of an optional class."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split())
     text = re.sub(r"Does not validate against any of the Union subtypes Subtypes: .*? Errors: - ", "", text)
     return text.split(" - Expected a <class 'NoneType'>")[0]
-
-
-def _finish_wandb(cli: TrainCLI) -> None:
-    if any(isinstance(logger, WandbLogger) for logger in cli.loggers):
-        import wandb
-
-        if wandb.run is not None:  # asking the logger would begin a run where none has begun
-            wandb.finish()

@@ -8,35 +8,63 @@ from typing import Any
 
 import torch
 
-from sekv.adapter import SeKVAdapter, SeKVConfig
+from sekv.adapter import CONFIG_NAME, WEIGHTS_NAME, SeKVAdapter, SeKVConfig, read_adapter_config
 from sekv.errors import AdapterError
+from sekv.evaluation.records import replacing
+from sekv.hub import push_folder
+from train.card import CARD_NAME, model_card, read_results, without_folders
 from train.module import ADAPTER_KEY
 
 _PREFIX = "adapter."
 
 
-def export_checkpoint(checkpoint: str | Path, directory: str | Path) -> Path:
-    """Writes adapter_config.json and adapter_model.safetensors; neither the backbone nor a network is needed.
+def export_checkpoint(
+    checkpoint: str | Path, directory: str | Path, *, name: str | None = None, results: str | Path | None = None
+) -> Path:
+    """Writes adapter_config.json, adapter_model.safetensors and a model card; it needs no backbone and no network.
 
     Args:
         checkpoint: a file written by `sekv train`; nothing in it is executed.
         directory: created when missing.
+        name: what the card calls the adapter; the directory when None.
+        results: a results.json of `sekv evaluate`, for the card.
 
     Returns:
         The directory.
 
     Raises:
         AdapterError: the checkpoint is missing, corrupt, or was written by something else.
+        DataError: so are the results.
     """
     path = Path(checkpoint)
     adapter, content = read_checkpoint(path)
+    figures = read_results(Path(results)) if results is not None else []
     facts = {
         "steps": content["global_step"],
         "backbone": content["hyper_parameters"]["backbone"],
         "hyper_parameters": content["hyper_parameters"],
+        "data": without_folders(content[ADAPTER_KEY].get("data") or {}),
+        "parameters": adapter.num_parameters,
         "metrics": content[ADAPTER_KEY]["metrics"],
     }
-    return adapter.save_pretrained(directory, extra=facts)
+    folder = adapter.save_pretrained(directory, extra=facts)
+    with replacing(folder / CARD_NAME) as temporary:
+        temporary.write_text(model_card(read_adapter_config(folder), name or str(directory), figures), encoding="utf-8")
+    return folder
+
+
+def push_adapter(folder: Path, repo_id: str, private: bool = False) -> str:
+    """Uploads an exported adapter and its card to the Hub.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        AdapterError: the Hub refuses or breaks off; the folder stays complete.
+    """
+    training = read_adapter_config(folder)["training"]
+    message = f"Adapter after {training['steps']} steps"
+    return push_folder(folder, repo_id, (CONFIG_NAME, WEIGHTS_NAME, CARD_NAME), message, private, AdapterError)
 
 
 def read_checkpoint(path: Path) -> tuple[SeKVAdapter, Mapping[str, Any]]:

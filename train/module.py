@@ -129,6 +129,7 @@ class SeKVModule(LightningModule):
             warmup,
             seed,
         )
+        self.data_settings: dict[str, Any] = {}  # where the documents come from, for the model card
         self.warm_start_loss: list[float] = []  # of every step of this run's warm start
         self.backbone: Backbone | None = None  # not a torch module, so it enters neither parameters nor checkpoints
 
@@ -269,14 +270,19 @@ class SeKVModule(LightningModule):
         self.log_dict(_means("train", outcome), batch_size=size)
         return loss
 
-    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> None:
-        """Losses, and the recall of each router, with the whole document but its last tokens as context."""
+    def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Losses, and the recall of each router, with the whole document but its last tokens as context.
+
+        Returns:
+            How often each layer and head zooms, each [B, L, heads].
+        """
         lengths = batch["attention_mask"].sum(dim=1)
         outcome = self.evaluate(batch, Draw(self.val_budget, lengths - self.query_window), recall=True)
         loss = losses.total(outcome.losses, self.loss_config, anneal=1.0).mean()
         size = len(lengths)
         self.log("val/loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
         self.log_dict(_means("val", outcome), batch_size=size, sync_dist=True)
+        return outcome.maps
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Stops before a gradient that is not finite spoils the adapter.
@@ -305,6 +311,7 @@ class SeKVModule(LightningModule):
             "config": asdict(self.adapter_config),
             "fingerprint": self.adapter.fingerprint,
             "backbone_parameters": self.adapter.backbone_parameters,
+            "data": self.data_settings,
             "metrics": {name: float(value) for name, value in self.trainer.callback_metrics.items()},
         }
 

@@ -21,7 +21,7 @@ from sekv.stores.spans import DifferentiableSpanStore, LayerTrace
 from train import losses, teacher
 from train.errors import ConfigError
 from train.losses import LossConfig
-from train.recall import router_recall, take_queries
+from train.recall import router_recall, take_queries, zoom_rates
 
 _SINKS = 4  # first tokens whose attention says nothing about a long-range need
 
@@ -53,10 +53,12 @@ class Outcome:
     Attributes:
         losses: `logits`, `attention`, `zoom`, `recon`, `budget`, each per document [B].
         figures: what to watch, each per document [B], without gradient.
+        maps: from `zoom_rates`, each [B, L, heads]; empty unless the routers are measured.
     """
 
     losses: dict[str, Tensor]
     figures: dict[str, Tensor]
+    maps: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,7 @@ def evaluate_batch(
     return Outcome(
         losses={name: terms[name] for name in names},
         figures={name: value.detach() for name, value in terms.items() if name not in names},
+        maps=zoom_rates(student.traces) if recall else {},
     )
 
 

@@ -1,6 +1,8 @@
-"""How much of the teacher's span mass a router covers at equal rows."""
+"""What a router does: how much of the teacher's span mass it covers at equal rows, and how often it zooms."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -8,6 +10,8 @@ from torch import Tensor
 from sekv.routing import group_max, group_sum, mean_margin, select_spans
 from sekv.stores.spans import LayerTrace
 from train.losses import masked_mean
+
+ASKED, ZOOMED = "asked", "zoomed"
 
 
 def router_recall(trace: LayerTrace, span_mass: Tensor, mined: Tensor) -> dict[str, Tensor]:
@@ -39,6 +43,28 @@ def router_recall(trace: LayerTrace, span_mass: Tensor, mined: Tensor) -> dict[s
         covered = (wanted * chosen).sum(dim=-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
         recall[name] = masked_mean(covered, total > 0)
     return recall
+
+
+@torch.no_grad()
+def zoom_rates(traces: Sequence[LayerTrace]) -> dict[str, Tensor]:
+    """How often each head zooms into a span, averaged over queries and real spans.
+
+    Args:
+        traces: of all compressible layers, over the same documents.
+
+    Returns:
+        `asked`: share of spans with alpha >= tau [B, L, H]; `zoomed`: share taken within the rows left [B, L, K], or
+        [B, L, H] without group sharing.
+    """
+
+    def rate(decision: Tensor, mask: Tensor) -> Tensor:
+        real = mask[:, None, None]
+        return (decision * real).sum(dim=(2, 3)) / (real.sum(dim=-1) * decision.shape[2]).clamp_min(1)
+
+    return {
+        ASKED: torch.stack([rate(t.alpha >= t.tau[:, None, None], t.span_mask) for t in traces], dim=1),
+        ZOOMED: torch.stack([rate(t.expand.detach(), t.span_mask) for t in traces], dim=1),
+    }
 
 
 def take_queries(x: Tensor, position: Tensor) -> Tensor:
