@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import math
@@ -132,6 +133,7 @@ class Backbone:
         self.name = name
         self.geometry = geometry
         self._config: Any = model.config.get_text_config(decoder=True)
+        self._fingerprint: dict[str, Any] | None = None
         self._decoder: nn.Module = model.get_decoder()
         self._head: nn.Module = model.get_output_embeddings()
         self._rotary = _rotary_module(self._decoder, name)
@@ -277,6 +279,11 @@ class Backbone:
 
         The sketch does not depend on the dtype, and quantised copies of the same weights stay close to it.
         """
+        if self._fingerprint is None:  # once: frozen weights do not change, and may be dealt to several processes later
+            self._fingerprint = self._make_fingerprint()
+        return copy.deepcopy(self._fingerprint)
+
+    def _make_fingerprint(self) -> dict[str, Any]:
         geometry = asdict(self.geometry)
         ends = sorted({self.geometry.compressible[0], self.geometry.compressible[-1]})
         return {

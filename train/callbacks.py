@@ -88,7 +88,12 @@ class TrainingBar(RichProgressBar):
     """Lightning's progress bar for runs that count steps, not epochs."""
 
     def _get_train_description(self, current_epoch: int) -> str:
-        return f"Training, pass {current_epoch + 1} over the data"
+        return "Training"
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Batches of the run: the loader counts one more, so that no epoch ends before the run."""
+        return super().total_train_batches - 1
 
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule

@@ -20,15 +20,19 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException, SIGTERMException
 from rich.console import Console
+from rich.table import Table
 
 from sekv.errors import DataError, SeKVError
 from train.callbacks import ProgressLines, RunSummary, TrainingBar, ValidateEverySteps
 from train.data import TextDataModule
+from train.divergence import replay
 from train.errors import ConfigError
 from train.export import read_checkpoint
 from train.heatmaps import ZoomHeatmaps
 from train.loggers import WandbRun, finish_wandb, run_loggers
 from train.module import SeKVModule
+from train.parallel import check_precision
+from train.resume import AtomicCheckpointIO
 
 _USAGE = "sekv train --config FILE [--config FILE ...] [--KEY VALUE ...]"
 _DESCRIPTION = """\
@@ -40,6 +44,9 @@ Train a SeKV adapter over a frozen backbone.
   sekv train --config configs/smollm2-135m.yaml --name run --resume last   go on where run stopped
   sekv train --config configs/smollm2-135m.yaml --data LocalFiles --data.paths "[books/, papers.jsonl]"
   sekv train --config configs/demo.yaml --print_config                     see every value
+  sekv train --config RUNS/NAME/config.yaml --replay RUNS/NAME/divergence-step-12.safetensors   look at a bad batch
+
+Data sources, several devices, longer documents as training goes on, and resuming: docs/training.md.
 
 A run leaves RUNS/NAME/config.yaml, checkpoints/ (last and best by held-out loss: the adapter, never the backbone),
 heatmaps/ (where it zooms, by layer and head), csv/ and wandb/ (offline unless you are logged in; WANDB_MODE is
@@ -134,6 +141,9 @@ class TrainCLI(LightningCLI):
             default=None,
             help="Stop after this many validations in a row without a better held-out loss; never when not given.",
         )
+        parser.add_argument(
+            "--replay", type=str | None, default=None, help="Train nothing: compute a step again that a run saved."
+        )
         parser.add_argument("--save_every", type=int, default=100, help="Steps between saves of the last checkpoint.")
         parser.link_arguments("seed_everything", "model.seed", compute_fn=int)
         parser.link_arguments("seed_everything", "data.init_args.seed", compute_fn=int)
@@ -171,7 +181,12 @@ class TrainCLI(LightningCLI):
                     f"nothing left to train: {self.resume_from} is at step {done} and trainer.max_steps is {steps}; "
                     "raise trainer.max_steps"
                 )
-        elif not config.overwrite and self.checkpoint_dir.is_dir() and any(self.checkpoint_dir.iterdir()):
+        elif (
+            not config.overwrite
+            and not config.replay
+            and self.checkpoint_dir.is_dir()
+            and any(self.checkpoint_dir.iterdir())
+        ):
             raise DataError(
                 f"{self.run_dir} holds an earlier run; give another --name, --resume last to go on with it, "
                 "or --overwrite true"
@@ -204,6 +219,7 @@ class TrainCLI(LightningCLI):
         kwargs.update(
             default_root_dir=str(self.run_dir),
             logger=list(self.loggers) or options.logger,
+            plugins=[*_as_list(options.plugins), AtomicCheckpointIO()],
             enable_progress_bar=self.console.is_terminal and options.enable_progress_bar is not False,
             callbacks=[*(options.callbacks or []), *self._callbacks(with_loggers=bool(self.loggers or options.logger))],
         )
@@ -258,13 +274,25 @@ class TrainCLI(LightningCLI):
 
     def _check_everything(self) -> None:
         """Loads the backbone and reads the documents: what is refused here leaves no folder behind."""
+        self.datamodule.trainer = self.trainer
         self.model.check_documents(self.datamodule)
         backbone = self.model.load(str(self.trainer.strategy.root_device))
         self.model.check_documents(self.datamodule)
         if self._resumed is not None:
             self.model.check_checkpoint(self._resumed)
-        self.datamodule.trainer, self.datamodule.tokenizer = self.trainer, backbone.tokenizer
-        self.datamodule.train_dataloader()
+        self.datamodule.tokenizer = backbone.tokenizer
+        self.datamodule.check()
+
+    def replay(self) -> Table:
+        """What a saved step computes.
+
+        Raises:
+            DataError: the file is not a step of such a run.
+        """
+        table = Table("", "per document", title=f"Replay of {self.config.replay}", title_justify="left")
+        for name, values in replay(self.model, self.config.replay).items():
+            table.add_row(name, "  ".join(f"{value:.5g}" for value in values))
+        return table
 
     def stopped_early(self) -> str:
         """Why training ended before its last step, or nothing."""
@@ -282,11 +310,11 @@ class TrainCLI(LightningCLI):
 def _check_intervals(config: Any) -> None:
     """Refuses counts of steps that Lightning would stumble over in the middle of a run."""
     options = config.trainer
-    unlimited = options.max_epochs is None or options.max_epochs < 0
-    if options.max_steps < 0 and unlimited and options.max_time is None:
-        raise ConfigError(f"trainer.max_steps is {options.max_steps}, which never ends; set trainer.max_steps")
+    if options.max_steps < 0:
+        raise ConfigError(f"trainer.max_steps is {options.max_steps}, but the data have no end; set trainer.max_steps")
     if 0 in (options.max_steps, options.max_epochs):
         raise ConfigError("nothing left to train: trainer.max_steps or trainer.max_epochs is 0; raise it")
+    check_precision(options.precision)
     intervals = {
         "trainer.val_check_interval": options.val_check_interval,
         "trainer.log_every_n_steps": options.log_every_n_steps,
@@ -301,6 +329,10 @@ def _check_intervals(config: Any) -> None:
 def data_settings(config: Any) -> dict[str, Any]:
     """The data part of a configuration as plain values, for checkpoints and loggers."""
     return {"class_path": config.class_path, **json.loads(json.dumps(config.init_args.as_dict(), default=str))}
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _check_writable(folder: Path) -> None:
@@ -334,6 +366,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     cli: TrainCLI | None = None
     try:
         cli = TrainCLI(list(sys.argv[1:] if argv is None else argv), console)
+        if cli.config.replay:
+            console.print(cli.replay())
+            return 0
         checkpoint = cli.fit()
     except SystemExit as stop:  # --help and --print_config; an interrupt or SIGTERM once there is a trainer
         if cli is None:

@@ -6,13 +6,11 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import get_cosine_schedule_with_warmup
 
@@ -22,9 +20,12 @@ from sekv.budget import Budget
 from sekv.errors import AdapterError, BudgetError, DataError
 from train import losses
 from train.data import TextDataModule
-from train.errors import ConfigError, DivergenceError
+from train.divergence import DivergenceGuard
+from train.errors import ConfigError
 from train.losses import LossConfig
 from train.objective import MiningConfig, Outcome, evaluate_batch
+from train.parallel import shard_backbone
+from train.resume import DataReport, LengthCurriculum, RunState
 from train.warmstart import WarmStartConfig, fit_routers, read_example
 from train.windows import cut_documents, draw_cuts, smallest_context
 
@@ -63,6 +64,10 @@ class SeKVModule(LightningModule):
         lr: peak learning rate of AdamW.
         weight_decay: of AdamW.
         warmup: share of the steps with a rising learning rate; a cosine follows.
+        explosion: a loss above this many times the median of the last 100 stops the run; 0 lets any finite one pass.
+        checkpoint_attention: compute each layer's attention again in the backward pass instead of keeping it: less
+            memory for a longer step.
+        shard: deal the backbone's layers to all processes (FSDP), for one that is larger than a device.
         seed: of cut points and budgets.
     """
 
@@ -83,6 +88,9 @@ class SeKVModule(LightningModule):
         lr: float = 1e-3,
         weight_decay: float = 0.01,
         warmup: float = 0.1,
+        explosion: float = 20.0,
+        checkpoint_attention: bool = False,
+        shard: bool = False,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -106,6 +114,9 @@ class SeKVModule(LightningModule):
                 "lr": lr,
                 "weight_decay": weight_decay,
                 "warmup": warmup,
+                "explosion": explosion,
+                "checkpoint_attention": checkpoint_attention,
+                "shard": shard,
                 "seed": seed,
             }
         )
@@ -121,7 +132,10 @@ class SeKVModule(LightningModule):
             raise ConfigError(f"model.lr must be a number above 0, got {lr}")
         if not 0 <= weight_decay < math.inf:
             raise ConfigError(f"model.weight_decay must be 0 or more, got {weight_decay}")
+        if not 0 <= explosion < math.inf:
+            raise ConfigError(f"model.explosion must be 0 or more, got {explosion}")
         self.train_router = train_router
+        self.explosion, self.checkpoint_attention, self.shard = explosion, checkpoint_attention, shard
         self.query_window, self.lr, self.weight_decay, self.warmup, self.seed = (
             query_window,
             lr,
@@ -132,6 +146,13 @@ class SeKVModule(LightningModule):
         self.data_settings: dict[str, Any] = {}  # where the documents come from, for the model card
         self.warm_start_loss: list[float] = []  # of every step of this run's warm start
         self.backbone: Backbone | None = None  # not a torch module, so it enters neither parameters nor checkpoints
+        self.last_draw: Draw | None = None  # of the latest training step, with its losses per document
+        self.last_losses: dict[str, Tensor] | None = None
+        self._sharded = False
+
+    def configure_callbacks(self) -> list[Callback]:
+        """What every run has, whoever makes the trainer."""
+        return [DivergenceGuard(self.explosion), RunState(), LengthCurriculum(), DataReport()]
 
     def setup(self, stage: str) -> None:
         """Refuses documents too short for the budgets, before any weights load.
@@ -148,11 +169,12 @@ class SeKVModule(LightningModule):
         Raises:
             DataError: names the length that is needed.
         """
-        least, longest = datamodule.min_length, datamodule.length
+        least = min(stage.min_length for stage in datamodule.curriculum.stages)
+        longest = datamodule.longest
         if self.backbone is not None and longest > self.backbone.geometry.max_positions:
             raise DataError(
                 f"data.length is {longest} tokens, but {self.backbone.name} takes at most "
-                f"{self.backbone.geometry.max_positions}; lower data.length"
+                f"{self.backbone.geometry.max_positions}; lower data.length or data.curriculum"
             )
         for budget in (*self.budgets, self.val_budget):
             needed = self._smallest_context(budget, longest) + self.query_window
@@ -167,16 +189,23 @@ class SeKVModule(LightningModule):
 
         Raises:
             DataError: documents are longer than the backbone's positions.
+            ConfigError: the backbone is to be dealt to several processes, and there is one.
         """
         attached = self._trainer is not None
         self.load(str(self.trainer.strategy.root_device) if attached else "auto")
         if attached and isinstance(datamodule := getattr(self.trainer, "datamodule", None), TextDataModule):
             self.check_documents(datamodule)
+        if attached and self.shard and not self._sharded:
+            device = self.trainer.strategy.root_device
+            shard_backbone(cast(Backbone, self.backbone), device)
+            self.adapter.to(device)
+            self._sharded = True
 
     def load(self, device: str = "auto") -> Backbone:
         """The backbone and, in `adapter`, a fresh adapter over it; both are made at the first call."""
         if self.backbone is None:
-            self.backbone = load_backbone(self.hparams["backbone"], dtype=self.hparams["dtype"], device=device)
+            where = "cpu" if self.shard else device
+            self.backbone = load_backbone(self.hparams["backbone"], dtype=self.hparams["dtype"], device=where)
         if not hasattr(self, "adapter"):
             with torch.random.fork_rng(devices=[]):  # the start depends on the seed, not on what drew numbers before
                 torch.manual_seed(self.seed)
@@ -206,7 +235,7 @@ class SeKVModule(LightningModule):
         started = time.monotonic()
         examples = []
         for i, ids in enumerate(sequences, start=1):
-            batch = torch.tensor([ids], device=backbone.device)
+            batch = torch.as_tensor(ids[None], dtype=torch.long, device=backbone.device)
             examples.append(
                 read_example(
                     backbone,
@@ -228,6 +257,9 @@ class SeKVModule(LightningModule):
                 self.print(f"warm start: step {done}/{steps}, zoom loss {loss:.4f}, {rate:.1f} steps/s")
 
         fit_routers(self.adapter, examples, self.warm_start, self.loss_config, report)
+        if self.trainer.world_size > 1:  # equal but for rounding, which on accelerators may differ
+            for parameter in self.adapter.parameters():
+                torch.distributed.broadcast(parameter.data, src=0)
 
     def evaluate(self, batch: Mapping[str, Tensor], draw: Draw, recall: bool = False) -> Outcome:
         """Losses and figures of a batch under given random choices.
@@ -249,21 +281,20 @@ class SeKVModule(LightningModule):
             mining=self.mining,
             config=self.loss_config,
             recall=recall,
+            checkpoint=self.checkpoint_attention,
         )
 
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """The mean objective of the batch's documents.
+    def annealing(self) -> float:
+        """Factor on the budget loss at this step."""
+        return losses.annealing(self.global_step, self._total_steps)
 
-        Raises:
-            DivergenceError: the loss is not finite; the batch is saved for replay.
-        """
-        draw = self._draw(batch)
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """The mean objective of the batch's documents."""
+        draw = self.last_draw = self._draw(batch)
         outcome = self.evaluate(batch, draw)
-        anneal = losses.annealing(self.global_step, self._total_steps)
+        self.last_losses = {name: value.detach() for name, value in outcome.losses.items()}
+        anneal = self.annealing()
         loss = losses.total(outcome.losses, self.loss_config, anneal).mean()
-        if not bool(torch.isfinite(loss)):
-            parts = ", ".join(f"{name} {value.mean():.4g}" for name, value in outcome.losses.items())
-            raise DivergenceError(self._report_divergence(f"the loss is not finite ({parts})", batch, draw))
         size = len(draw.cuts)
         self.log("train/loss", loss, prog_bar=True, batch_size=size)
         self.log("train/anneal", anneal, batch_size=size)
@@ -283,20 +314,6 @@ class SeKVModule(LightningModule):
         self.log("val/loss", loss, prog_bar=True, batch_size=size, sync_dist=True)
         self.log_dict(_means("val", outcome), batch_size=size, sync_dist=True)
         return outcome.maps
-
-    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Stops before a gradient that is not finite spoils the adapter.
-
-        Raises:
-            DivergenceError: names the parameters and the step.
-        """
-        broken = [
-            n for n, p in self.adapter.named_parameters() if p.grad is not None and not bool(p.grad.isfinite().all())
-        ]
-        if broken:
-            raise DivergenceError(
-                f"step {self.global_step}: the gradient of {', '.join(broken)} is not finite; lower model.lr"
-            )
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """AdamW with a linear warm-up and a cosine to zero over all steps."""
@@ -375,14 +392,6 @@ class SeKVModule(LightningModule):
 
     def _smallest_context(self, budget: Budget, limit: int) -> int:
         return smallest_context(budget, self.adapter_config.cutting(), limit)
-
-    def _report_divergence(self, what: str, batch: Mapping[str, Tensor], draw: Draw) -> str:
-        path = Path(self.trainer.default_root_dir) / f"divergence-step-{self.global_step}.safetensors"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in batch.items()}
-        tensors["cuts"] = draw.cuts.cpu()
-        save_file(tensors, path, metadata={"step": str(self.global_step), "budget": str(draw.budget)})
-        return f"step {self.global_step}: {what}; the batch is in {path}. Lower model.lr, or look at that batch"
 
 
 def _group(kind: type[Any], value: Any) -> Any:

@@ -90,7 +90,9 @@ def read_document(backbone: Backbone, input_ids: Tensor, mask: Tensor, window: i
     return prefill(backbone, input_ids, mask, surprisal=True, window=window)
 
 
-def run_student(document: Prefill, adapter: SeKVAdapter, budget: Budget, window: int) -> Student:
+def run_student(
+    document: Prefill, adapter: SeKVAdapter, budget: Budget, window: int, checkpoint: bool = False
+) -> Student:
     """Compresses the context and reads the window over it: every query sees the memory and, causally, the window.
 
     Args:
@@ -98,6 +100,7 @@ def run_student(document: Prefill, adapter: SeKVAdapter, budget: Budget, window:
         adapter: being trained.
         budget: rows for the context.
         window: query tokens Q.
+        checkpoint: compute each layer's attention again in the backward pass.
 
     Returns:
         The student's hidden states and decisions.
@@ -106,7 +109,7 @@ def run_student(document: Prefill, adapter: SeKVAdapter, budget: Budget, window:
         BudgetError: the budget does not fit the context.
     """
     backbone, n_context = document.backbone, document.n_tokens - window
-    cache = training_cache(document.narrow(n_context), adapter, budget)
+    cache = training_cache(document.narrow(n_context), adapter, budget, checkpoint=checkpoint)
     hidden = backbone.hidden_states(
         document.input_ids[:, n_context:],
         attention_mask=None if bool(document.mask.all()) else document.mask.long(),
@@ -128,6 +131,7 @@ def evaluate_batch(
     mining: MiningConfig,
     config: LossConfig,
     recall: bool = False,
+    checkpoint: bool = False,
 ) -> Outcome:
     """Losses and figures of a batch of documents.
 
@@ -141,6 +145,7 @@ def evaluate_batch(
         mining: which queries count.
         config: constants of the losses.
         recall: measure the routers too.
+        checkpoint: compute each layer's attention again in the backward pass.
 
     Returns:
         One value per document and loss, so that the batch is worth the mean of its documents.
@@ -149,7 +154,7 @@ def evaluate_batch(
         BudgetError: the budget does not fit a context.
     """
     document = read_document(backbone, input_ids, mask, window)
-    student = run_student(document, adapter, budget, window)
+    student = run_student(document, adapter, budget, window, checkpoint)
     with torch.no_grad():
         mined = mine_queries(document, window, mining)
     parts: dict[str, list[Tensor]] = defaultdict(list)

@@ -137,18 +137,23 @@ class SeKVPolicy(Policy):
 class DifferentiableSeKVPolicy(SeKVPolicy):
     """SeKV with stores that pass gradients to the adapter; used by training only."""
 
+    checkpoint: bool = False
+
     def compress(self, prefill: Prefill, layer: int, plan: SpanPlan) -> Store:
         """Every resolution on the compute tier, decisions straight-through."""
-        return self._store(DifferentiableSpanStore, prefill, layer, plan)
+        return self._store(DifferentiableSpanStore, prefill, layer, plan, checkpoint=self.checkpoint)
 
 
-def training_cache(context: Prefill, adapter: SeKVAdapter, budget: Budget | str | float | int) -> CompressedCache:
+def training_cache(
+    context: Prefill, adapter: SeKVAdapter, budget: Budget | str | float | int, checkpoint: bool = False
+) -> CompressedCache:
     """A cache over a context whose answers are differentiable in the adapter (method section 1.6).
 
     Args:
         context: the context prefix, with surprisal.
         adapter: being trained.
         budget: rows for the context.
+        checkpoint: compute each layer's attention again in the backward pass instead of keeping it.
 
     Returns:
         The cache; after a forward pass over the query window each store's `trace` holds what the losses need.
@@ -157,7 +162,7 @@ def training_cache(context: Prefill, adapter: SeKVAdapter, budget: Budget | str 
         BudgetError: the budget keeps a whole context, which leaves nothing to train on, or is too small.
     """
     budget = Budget.parse(budget)
-    policy = DifferentiableSeKVPolicy(adapter=adapter)
+    policy = DifferentiableSeKVPolicy(adapter=adapter, checkpoint=checkpoint)
     if bool((policy.rows(context, budget) >= context.lengths).all()):
         raise BudgetError(
             f"a budget of {budget} keeps these contexts whole: there is nothing to zoom into and nothing to learn"

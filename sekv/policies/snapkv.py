@@ -66,7 +66,9 @@ class SnapKVPolicy(ScorerPolicy):
         in_prefix = prefill.mask[:, None].clone()
         in_prefix[..., prefill.n_tokens - n_window :] = False
         pooled = self._pool(attention.masked_fill(~in_prefix, 0.0))
-        pooled = pooled.unflatten(1, (prefill.backbone.geometry.num_kv_heads, -1)).mean(dim=2).masked_fill(~in_prefix, 0.0)
+        pooled = (
+            pooled.unflatten(1, (prefill.backbone.geometry.num_kv_heads, -1)).mean(dim=2).masked_fill(~in_prefix, 0.0)
+        )
         highest = pooled.amax(dim=(1, 2), keepdim=True)
         return torch.where(in_prefix, pooled, highest)
 

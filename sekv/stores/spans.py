@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recompute
 
 from sekv.adapter import LayerRouter
 from sekv.attention import RowSet, mixed_attention
@@ -314,17 +315,20 @@ class DifferentiableSpanStore(SpanStore):
         memory: summaries and bases; its gates carry the gradient.
         plan: partition and rows left for zooming.
         routing: must be `learned`.
+        checkpoint: rebuild rows and attend again in the backward pass instead of keeping what it needs.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, memory: SpanMemory, plan: SpanPlan, routing: Routing) -> None:
+    def __init__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        memory: SpanMemory,
+        plan: SpanPlan,
+        routing: Routing,
+        checkpoint: bool = False,
+    ) -> None:
         super().__init__(key, value, memory, plan, routing)
-        self.memory = memory
-        slot = plan.tokens.slot[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
-        rows = (
-            rebuild_rows(memory.key_basis, memory.key_gate, memory.raw_key, self._length, plan.turn),
-            rebuild_rows(memory.value_basis, memory.value_gate, memory.raw_value, self._length),
-        )
-        self.token_key, self.token_value = (x.flatten(2, 3).gather(2, slot) for x in rows)
+        self.memory, self.checkpoint = memory, checkpoint
         self.trace: LayerTrace | None = None
 
     @property
@@ -346,21 +350,12 @@ class DifferentiableSpanStore(SpanStore):
         expand, soft = straight_through(hard, margin)
         self._count(hard)
 
-        gate = self._per_group(expand)
-        tokens = self.plan.tokens
-        span = tokens.span[:, None, None, None].expand(*gate.shape[:4], -1)
-        row_sets = [
-            self._exact_rows(query.shape[2], tail_mask),
-            self._summary_rows(gate=1.0 - gate),
-            RowSet(
-                self.token_key,
-                self.token_value,
-                visible=tokens.mask[:, None, None, None],
-                gate=gate.gather(-1, span),
-            ),
-        ]
-        output, (exact, summary, zoomed) = mixed_attention(query, row_sets, scaling)
-        exact, summary, zoomed = (m.flatten(1, 2) for m in (exact, summary, zoomed))
+        exact_rows = self._exact_rows(query.shape[2], tail_mask)
+        inputs = (query, expand, self.memory.key_gate, self.memory.value_gate, exact_rows, scaling)
+        if self.checkpoint and torch.is_grad_enabled():
+            output, exact, spans = recompute(self._attend_all, *inputs, use_reentrant=False, preserve_rng_state=False)
+        else:
+            output, exact, spans = self._attend_all(*inputs)
         n_context = self.exact.n_context
         assert self.routing.router is not None
         self.trace = LayerTrace(
@@ -369,7 +364,7 @@ class DifferentiableSpanStore(SpanStore):
             tau=self.routing.router.threshold,
             expand=expand,
             expand_soft=soft,
-            span_mass=summary + sum_by_span(zoomed, tokens.span, self._length.shape[1]),
+            span_mass=spans,
             exact_mass=exact[..., :n_context],
             window_mass=exact[..., n_context:].sum(-1),
             sigma_key=self.memory.key_basis[1],
@@ -407,6 +402,39 @@ class DifferentiableSpanStore(SpanStore):
         self.meter.queries += batch * n_queries * kv_heads
         self.meter.rows += float(persistent + extra)
 
+    def _attend_all(
+        self, query: Tensor, expand: Tensor, key_gate: Tensor, value_gate: Tensor, exact_rows: RowSet, scaling: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rebuilds every span at its gates and attends to all resolutions.
+
+        Args:
+            query: [B, H, Q, d].
+            expand: decisions [B, K or H, Q, S].
+            key_gate: g [B, K, S, r].
+            value_gate: g for the values.
+            exact_rows: exact context rows and the window.
+            scaling: factor on q.k.
+
+        Returns:
+            The output [B, H, Q, d], the mass on exact rows and window [B, H, Q, E], and that on spans [B, H, Q, S].
+        """
+        memory, tokens, turn = self.memory, self.plan.tokens, self.plan.turn
+        keys = rebuild_rows(memory.key_basis, key_gate, memory.raw_key, self._length, turn)
+        values = rebuild_rows(memory.value_basis, value_gate, memory.raw_value, self._length)
+        slot = tokens.slot[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[-1])
+        key, value = (x.flatten(2, 3).gather(2, slot) for x in (keys, values))
+        gate = self._per_group(expand)
+        span = tokens.span[:, None, None, None].expand(*gate.shape[:4], -1)
+        row_sets = [
+            exact_rows,
+            self._summary_rows(gate=1.0 - gate),
+            RowSet(key, value, visible=tokens.mask[:, None, None, None], gate=gate.gather(-1, span)),
+        ]
+        output, masses = mixed_attention(query, row_sets, scaling)
+        exact, summary, zoomed = (m.flatten(1, 2) for m in masses)
+        return output, exact, summary + sum_by_span(zoomed, tokens.span, self._length.shape[1])
+
     def resident_tensors(self) -> list[Tensor | None]:
-        """Rows of every resolution: training keeps them all on the compute tier."""
-        return [*self.exact.tensors(), self.summary_key, self.summary_value, self.token_key, self.token_value]
+        """Exact rows, summaries, and the spans' raw rows: training keeps them all on the compute tier."""
+        memory = self.memory
+        return [*self.exact.tensors(), self.summary_key, self.summary_value, memory.raw_key, memory.raw_value]
