@@ -32,6 +32,8 @@ class SeKVConfig:
     """What an adapter was trained for; a policy starts from these values.
 
     Attributes:
+        index: what a router knows of a span: `tokens`, a projected key of each of its tokens, or `summary`, the projected
+            summary key alone (the paper's).
         routing_dim: d_r, rows of each head's projection.
         max_rank: r_max, most components kept of a span's keys and of its values.
         gate_hidden: width of the rank gate's hidden layer.
@@ -39,6 +41,8 @@ class SeKVConfig:
         min_span: shorter spans stay exact, in tokens.
         max_span: longer spans are split, in tokens.
         persistent_share: share of the budget that exact rows and summaries may take.
+        summary_share: share of the budget for summary rows, which neighbouring spans share; 1 gives each its own.
+        summary_bias: added to the logits of summary rows, to begin with; one for each head is learned.
         segmentation: `surprisal`, or `fixed` for equal chunks (ablation).
         anchors: keep anchors exact; False is an ablation.
         summary_weights: `surprisal`, or `uniform` (ablation).
@@ -48,13 +52,16 @@ class SeKVConfig:
         threshold: `head` for one threshold per layer and head, `global` for a single one (ablation).
     """
 
-    routing_dim: int = 32
+    index: str = "tokens"
+    routing_dim: int = 16
     max_rank: int = 16
     gate_hidden: int = 32
     alpha: float = 1.0
     min_span: int = 4
     max_span: int = 32
-    persistent_share: float = 0.5
+    persistent_share: float = 0.35
+    summary_share: float = 0.1
+    summary_bias: float = -1.0
     segmentation: str = "surprisal"
     anchors: bool = True
     summary_weights: str = "surprisal"
@@ -65,6 +72,7 @@ class SeKVConfig:
 
     def __post_init__(self) -> None:
         choices = {
+            "index": ("tokens", "summary"),
             "summary_weights": ("surprisal", "uniform"),
             "rope": ("pre", "post"),
             "threshold": ("head", "global"),
@@ -75,6 +83,10 @@ class SeKVConfig:
         for name in ("routing_dim", "max_rank", "gate_hidden"):
             if getattr(self, name) < 1:
                 raise PolicyError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.summary_share < 1.0 and not self.share_group:
+            raise PolicyError(
+                "share_group=False needs summary_share=1: heads that zoom apart cannot share summary rows"
+            )
         self.cutting()  # refuses what no context can be cut by
 
     def cutting(self, **protected: int) -> SegmentationConfig:
@@ -84,6 +96,7 @@ class SeKVConfig:
             min_span=self.min_span,
             max_span=self.max_span,
             persistent_share=self.persistent_share,
+            summary_share=self.summary_share,
             method=self.segmentation,
             anchors=self.anchors,
             **protected,
@@ -95,17 +108,23 @@ class LayerRouter(NamedTuple):
 
     Attributes:
         projection: W [H, d_r, d].
+        key_projection: the projection of the keys [K, d_r, d] with an index of tokens; None where W serves both.
         threshold: tau in (0, 1) [H].
         scale: factor on the inner product [H], positive.
-        length_coefficient: factor on log|S| [H], not negative.
+        length_coefficient: factor on log|S| [H], not negative; None with an index of tokens, whose sum grows by itself.
+        offset: added to a span's log-sum over its tokens [H]; None with an index of summaries.
         bias: added to the logit [H].
+        summary_bias: added to the logits of summary rows [H].
     """
 
     projection: Tensor
+    key_projection: Tensor | None
     threshold: Tensor
     scale: Tensor
-    length_coefficient: Tensor
+    length_coefficient: Tensor | None
+    offset: Tensor | None
     bias: Tensor
+    summary_bias: Tensor
 
 
 class RankGate(nn.Module):
@@ -145,12 +164,18 @@ class RankGate(nn.Module):
         return torch.sigmoid(self.outer(hidden))[..., :rank]
 
 
+def _directions(n: int, heads: int, rank: int, dim: int, generator: torch.Generator) -> Tensor:
+    """Orthonormal projections [n, heads, rank, dim]."""
+    return torch.linalg.qr(torch.randn(n, heads, dim, rank, generator=generator)).Q.mT.contiguous()
+
+
 class SeKVAdapter(nn.Module):
     """Everything SeKV trains. The backbone stays frozen and is not part of this module.
 
     Args:
         layers: indices of the backbone's layers that are compressed.
         num_heads: query heads H per layer.
+        num_kv_heads: KV heads K per layer.
         head_dim: dimension d of a head.
         config: hyper-parameters.
         fingerprint: identity of the backbone, saved beside the weights and checked at loading.
@@ -161,6 +186,7 @@ class SeKVAdapter(nn.Module):
         self,
         layers: Sequence[int],
         num_heads: int,
+        num_kv_heads: int,
         head_dim: int,
         config: SeKVConfig,
         fingerprint: Mapping[str, Any],
@@ -173,14 +199,19 @@ class SeKVAdapter(nn.Module):
         n, heads, dim = len(self.layers), num_heads, head_dim
         if config.routing_dim > dim:
             raise PolicyError(f"routing_dim {config.routing_dim} exceeds the head dimension {dim}")
-        directions = torch.randn(n * heads, dim, config.routing_dim, generator=torch.Generator().manual_seed(0))
-        basis = torch.linalg.qr(directions).Q.mT.reshape(n, heads, config.routing_dim, dim)
-        self.projection = nn.Parameter(basis.contiguous())
+        generator = torch.Generator().manual_seed(0)
+        self.projection = nn.Parameter(_directions(n, heads, config.routing_dim, dim, generator))
         shape = (n, heads) if config.threshold == "head" else (1, 1)
         self.threshold_logit = nn.Parameter(torch.zeros(shape))
         self.log_scale = nn.Parameter(torch.zeros(n, heads))
-        self.length_raw = nn.Parameter(torch.full((n, heads), math.log(math.e - 1.0)))  # softplus gives 1
         self.bias = nn.Parameter(torch.zeros(n, heads))
+        self.summary_bias = nn.Parameter(torch.full((n, heads), config.summary_bias))
+        if config.index == "tokens":
+            keys = self.projection.detach().unflatten(1, (num_kv_heads, -1)).mean(2)
+            self.key_projection = nn.Parameter(keys)
+            self.offset = nn.Parameter(torch.zeros(n, heads))
+        else:
+            self.length_raw = nn.Parameter(torch.full((n, heads), math.log(math.e - 1.0)))  # softplus gives 1
         self.gate = RankGate(config.max_rank, dim, config.gate_hidden)
 
     @classmethod
@@ -190,6 +221,7 @@ class SeKVAdapter(nn.Module):
         adapter = cls(
             shape.compressible,
             shape.num_heads,
+            shape.num_kv_heads,
             shape.head_dim,
             config or SeKVConfig(),
             backbone.fingerprint(),
@@ -215,19 +247,23 @@ class SeKVAdapter(nn.Module):
             raise AdapterError(
                 f"the adapter has no router for layer {layer}; it has layers {list(self.layers)}"
             ) from None
-        return LayerRouter(*(parameter[i] for parameter in self._routers()))
+        return LayerRouter(*(None if parameter is None else parameter[i] for parameter in self._routers()))
 
     def joint_router(self) -> LayerRouter:
         """All layers' routers as one whose heads are (layer, head), for work on every layer at once."""
-        return LayerRouter(*(parameter.flatten(0, 1) for parameter in self._routers()))
+        return LayerRouter(*(None if parameter is None else parameter.flatten(0, 1) for parameter in self._routers()))
 
     def _routers(self) -> LayerRouter:
+        by_tokens = self.config.index == "tokens"
         return LayerRouter(
             projection=self.projection,
+            key_projection=self.key_projection if by_tokens else None,
             threshold=torch.sigmoid(self.threshold_logit).expand_as(self.bias),
             scale=self.log_scale.exp(),
-            length_coefficient=nn.functional.softplus(self.length_raw),
+            length_coefficient=None if by_tokens else nn.functional.softplus(self.length_raw),
+            offset=self.offset if by_tokens else None,
             bias=self.bias,
+            summary_bias=self.summary_bias,
         )
 
     def check_backbone(self, backbone: Backbone) -> None:
@@ -398,11 +434,12 @@ def _is_a(value: Any, kind: type) -> bool:
     return type(value) is kind
 
 
-def _shape(fingerprint: Mapping[str, Any], folder: Path) -> tuple[list[int], int, int]:
-    """Compressible layers, query heads and head dimension of the backbone the adapter was made for."""
+def _shape(fingerprint: Mapping[str, Any], folder: Path) -> tuple[list[int], int, int, int]:
+    """Compressible layers, query heads, KV heads and head dimension of the backbone the adapter was made for."""
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "compressible": (_is_list(lambda layer: _is_a(layer, int) and layer >= 0), "a list of layers"),
         "num_heads": (lambda value: _is_a(value, int) and value > 0, "a whole number above 0"),
+        "num_kv_heads": (lambda value: _is_a(value, int) and value > 0, "a whole number above 0"),
         "head_dim": (lambda value: _is_a(value, int) and value > 0, "a whole number above 0"),
         "weight_sketch": (_is_sketch, "lists of numbers by layer"),
     }
@@ -413,7 +450,12 @@ def _shape(fingerprint: Mapping[str, Any], folder: Path) -> tuple[list[int], int
             raise AdapterError(
                 f"{folder / CONFIG_NAME}: {name} of the backbone is {fingerprint[name]!r}, expected {expected}"
             )
-    return list(fingerprint["compressible"]), fingerprint["num_heads"], fingerprint["head_dim"]
+    return (
+        list(fingerprint["compressible"]),
+        fingerprint["num_heads"],
+        fingerprint["num_kv_heads"],
+        fingerprint["head_dim"],
+    )
 
 
 def _is_list(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:

@@ -16,7 +16,7 @@ _PASSES = 3  # greedy passes over the ranked spans; later ones fill what one spa
 
 
 def routing_logits(router: LayerRouter, query: Tensor, summary_key: Tensor, norm: Tensor, length: Tensor) -> Tensor:
-    """Logit of alpha_S for every query head and span (method section 1.3).
+    """Logit of alpha_S for every query head and span, with an index of summaries (method section 1.3).
 
     Args:
         router: one layer's parameters.
@@ -34,6 +34,7 @@ def routing_logits(router: LayerRouter, query: Tensor, summary_key: Tensor, norm
     projected = query.float() @ router.projection.mT @ router.projection
     inner = projected.view(batch, kv_heads, -1, dim) @ summary_key.float().mT
     gain = router.scale[:, None] * router.projection.shape[1] ** -0.5 / norm.clamp_min(1e-6)
+    assert router.length_coefficient is not None
     prior = router.length_coefficient[:, None] * log_length(length)[:, None] + router.bias[:, None]
     return torch.addcmul(prior[:, :, None], inner.view(batch, heads, n_queries, -1), gain[:, :, None])
 
@@ -95,12 +96,12 @@ def sum_by_span(mass: Tensor, token_span: Tensor, n_spans: int) -> Tensor:
     return mass.new_zeros(*mass.shape[:-1], n_spans).scatter_add(-1, index, mass)
 
 
-def select_spans(margin: Tensor, length: Tensor, rows: Tensor, eligible: Tensor | None = None) -> Tensor:
-    """Takes spans by margin until the rows are used up; a zoomed span costs its tokens less the summary it replaces.
+def select_spans(margin: Tensor, cost: Tensor, rows: Tensor, eligible: Tensor | None = None) -> Tensor:
+    """Takes spans by margin until the rows are used up.
 
     Args:
         margin: [..., S], higher is zoomed first.
-        length: tokens per span, broadcastable to [..., S]; 0 where there is none.
+        cost: rows that zooming into a span adds, broadcastable to [..., S]; negative where there is none.
         rows: rows left for zooming, broadcastable to [...].
         eligible: spans that may be taken [..., S]; None allows all.
 
@@ -108,8 +109,8 @@ def select_spans(margin: Tensor, length: Tensor, rows: Tensor, eligible: Tensor 
         bool [..., S].
     """
     order = margin.argsort(dim=-1, descending=True)
-    cost = (length.expand_as(margin) - 1).gather(-1, order)
-    open_ = (length > 0).expand_as(margin).gather(-1, order)
+    cost = cost.expand_as(margin).gather(-1, order)
+    open_ = cost >= 0
     if eligible is not None:
         open_ = open_ & eligible.gather(-1, order)
     left = rows.expand(margin.shape[:-1]).clone()

@@ -22,6 +22,9 @@ class SegmentationConfig:
             hold one zoomed span of this length beside the summaries gets shorter spans.
         persistent_share: share of the budget that exact rows and summaries may take before any zoom; the anchor
             threshold rises until they fit.
+        summary_share: share of the budget for summary rows: neighbouring spans that are not zoomed into are attended to
+            as one row, so that spans can be short without their summaries using up the budget. 1 gives every span a
+            row of its own.
         sinks: first tokens that stay exact.
         tail: last tokens that stay exact.
         method: `surprisal`, or `fixed` for equal chunks without anchors (ablation).
@@ -31,7 +34,8 @@ class SegmentationConfig:
     alpha: float = 1.0
     min_span: int = 4
     max_span: int = 32
-    persistent_share: float = 0.5
+    persistent_share: float = 0.35
+    summary_share: float = 0.1
     sinks: int = 4
     tail: int = 32
     method: str = "surprisal"
@@ -45,8 +49,18 @@ class SegmentationConfig:
             raise PolicyError(
                 f"need 1 <= min_span <= (max_span + 1) / 2, got min_span={self.min_span}, max_span={self.max_span}"
             )
-        if not 0.0 < self.persistent_share <= 1.0:
-            raise PolicyError(f"persistent_share must be in (0, 1], got {self.persistent_share}")
+        for name in ("persistent_share", "summary_share"):
+            if not 0.0 < getattr(self, name) <= 1.0:
+                raise PolicyError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+
+    @property
+    def merges(self) -> bool:
+        """Whether spans that are not zoomed into share rows."""
+        return self.summary_share < 1.0
+
+    def summary_rows(self, rows: int, n_spans: int) -> int:
+        """Most rows that the summaries of `n_spans` spans take under a budget of `rows`."""
+        return min(n_spans, max(1, int(self.summary_share * rows + 1e-6))) if self.merges else n_spans
 
     def minimum_rows(self, n_tokens: int) -> int:
         """Smallest budget in rows for a context of `n_tokens`: sinks, tail, one summary per span, one zoom."""
@@ -63,7 +77,14 @@ class SegmentationConfig:
     def _rows_with(self, n_tokens: int, max_span: int) -> int:
         region = max(0, n_tokens - self.sinks - self.tail)
         pieces = max(1, -(-region // max_span))
-        return self.sinks + self.tail + pieces + max(0, -(-region // pieces) - 1)
+        exact, longest = self.sinks + self.tail, -(-region // pieces)
+        if not self.merges:
+            return exact + pieces + max(0, longest - 1)
+        # The summaries' share grows with the budget: the smallest that leaves room for one span.
+        rows = exact + longest + 1
+        while rows - self.summary_rows(rows, pieces) < exact + longest:
+            rows += 1
+        return rows
 
 
 @dataclass(frozen=True)
@@ -77,17 +98,36 @@ class Segmentation:
         exact_mask: True where `exact_index` is real [B, E].
         span_start: first token index of each span [B, S]; 0 where there is none.
         span_length: tokens of each span [B, S]; 0 where there is none.
+        span_row: summary row that stands for each span while it is not zoomed into [B, S], ascending from 0; 0 where
+            there is none.
+        merged: rows are shared between spans; False gives every span its own.
     """
 
     exact_index: Tensor
     exact_mask: Tensor
     span_start: Tensor
     span_length: Tensor
+    span_row: Tensor
+    merged: bool
+
+    @property
+    def summary_rows(self) -> Tensor:
+        """Summary rows before any zoom [B]."""
+        return torch.where((self.span_length > 0).any(1), self.span_row.amax(1) + 1, 0)
 
     @property
     def persistent_rows(self) -> Tensor:
-        """Rows attended to before any zoom: exact tokens and one summary per span [B]."""
-        return self.exact_mask.sum(1) + (self.span_length > 0).sum(1)
+        """Rows attended to before any zoom: exact tokens and summary rows [B]."""
+        return self.exact_mask.sum(1) + self.summary_rows
+
+    @property
+    def zoom_cost(self) -> Tensor:
+        """Rows that zooming into each span adds [B, S]: its tokens, less its own summary; -1 where there is none."""
+        return torch.where(self.span_length > 0, self.span_length - (0 if self.merged else 1), -1)
+
+    def tensors(self) -> list[Tensor]:
+        """The live tensors, for byte counts."""
+        return [self.exact_index, self.exact_mask, self.span_start, self.span_length, self.span_row]
 
 
 def segment(
@@ -126,7 +166,21 @@ def segment(
         exact_mask=torch.arange(exact_index.shape[1], device=counts.device) < counts[:, None],
         span_start=span_start.masked_fill(span_length == 0, 0),
         span_length=span_length,
+        span_row=_rows_of_spans(span_length, rows, config),
+        merged=config.merges,
     )
+
+
+def _rows_of_spans(length: Tensor, rows: Tensor, config: SegmentationConfig) -> Tensor:
+    """The summary row of each span [B, S]: runs of spans with about equally many tokens, numbered without gaps."""
+    counts = (length > 0).sum(1)
+    allowed = [config.summary_rows(int(r), int(n)) for r, n in zip(rows, counts, strict=True)]
+    if not config.merges:
+        return torch.arange(length.shape[1], device=length.device).expand_as(length).masked_fill(length == 0, 0)
+    first = length.cumsum(1) - length
+    share = first * counts.new_tensor(allowed)[:, None] // length.sum(1, keepdim=True).clamp_min(1)
+    steps = share.diff(dim=1, prepend=share[:, :1]) > 0
+    return steps.cumsum(1).masked_fill(length == 0, 0)
 
 
 def _segment_row(
@@ -168,9 +222,9 @@ def _choose_anchors(region: Tensor, surprisal: Tensor, rows: int, config: Segmen
         anchor = mask_of(count)
         _, length = _runs(anchor, config.anchors)
         short = length < config.min_span
-        summaries = (-(-length // config.max_span))[~short].sum()
+        n_spans = int((-(-length // config.max_span))[~short].sum())
         kept = anchor.sum() if config.anchors else 0
-        return int(kept + length[short].sum() + summaries) <= allowed
+        return int(kept + length[short].sum()) + config.summary_rows(rows, n_spans) <= allowed
 
     # Persistent rows never fall as anchors are added, so the largest count that fits is found by bisection.
     low = 0

@@ -61,7 +61,13 @@ class Architecture:
         """
         shape = self.backbone.geometry
         return SeKVAdapter(
-            shape.compressible, shape.num_heads, shape.head_dim, config, {}, self.backbone.num_parameters
+            shape.compressible,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            config,
+            {},
+            self.backbone.num_parameters,
         )
 
 

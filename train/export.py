@@ -83,6 +83,7 @@ def read_checkpoint(path: Path) -> tuple[SeKVAdapter, Mapping[str, Any]]:
         adapter = SeKVAdapter(
             shape["compressible"],
             shape["num_heads"],
+            shape["num_kv_heads"],
             shape["head_dim"],
             SeKVConfig(**facts["config"]),
             shape,

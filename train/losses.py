@@ -31,10 +31,11 @@ class LossConfig:
         recon: weight of the share of spectral energy that the rank gates drop.
         budget: weight of expanded rows and ranks; annealed from 0 over the first half of training.
         rank: beta, weight of the ranks against the rows inside the budget loss.
-        labels: what a routing probability should be. `mass`: the share of the head's attention that lies on the span,
-            times `mass_scale` and at most 1. `cover`, as in the paper: 1 for the smallest set of spans that covers
-            `coverage` of the head's mass on spans. Measured on held-out text, `mass` ranks spans better
-            (docs/router.md).
+        labels: what the router should predict. `share`: how a head's attention is divided between the spans and the
+            rest, by their divergence; needs an index of tokens. `mass`: the share of the head's attention that lies on
+            the span, times `mass_scale` and at most 1. `cover`, as in the paper: 1 for the smallest set of spans that
+            covers `coverage` of the head's mass on spans. Measured on held-out text, `mass` ranks spans better than
+            `cover` (docs/router.md).
         mass_scale: factor on the share in `mass` labels.
         coverage: rho in (0, 1], the share in `cover` labels.
         positive: w_pos, weight of a label's positive part; the paper uses 10 with `cover`.
@@ -46,14 +47,14 @@ class LossConfig:
     recon: float = 0.5
     budget: float = 0.1
     rank: float = 0.1
-    labels: str = "mass"
+    labels: str = "share"
     mass_scale: float = 10.0
     coverage: float = 0.9
     positive: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.labels not in ("mass", "cover"):
-            raise ConfigError(f"loss constant 'labels' must be mass or cover, got {self.labels}")
+        if self.labels not in ("share", "mass", "cover"):
+            raise ConfigError(f"loss constant 'labels' must be share, mass or cover, got {self.labels}")
         for name, value in vars(self).items():
             if name != "labels" and value < 0:
                 raise ConfigError(f"loss constant '{name}' must be 0 or more, got {value}")
@@ -144,6 +145,27 @@ def zoom(alpha_logit: Tensor, labels: Tensor, span_mask: Tensor, positive: float
         reduction="none",
     )
     return masked_mean(entropy, span_mask[:, None, None])
+
+
+def zoom_shares(log_share: Tensor, span_mass: Tensor, span_mask: Tensor) -> Tensor:
+    """KL between the teacher's division of attention over the spans and all the rest, and the router's.
+
+    Args:
+        log_share: the router's expected share per span, as a logarithm [B, H, M, S].
+        span_mass: the teacher's share per span [B, H, M, S].
+        span_mask: True for real spans [B, S].
+
+    Returns:
+        nats [B], averaged over heads and queries.
+    """
+    span_mass = span_mass.float().masked_fill(~span_mask[:, None, None], 0.0)
+    log_share = log_share.masked_fill(~span_mask[:, None, None], 0.0)
+    on_spans = log_share.masked_fill(~span_mask[:, None, None], -torch.inf).logsumexp(dim=-1)
+    log_rest = (-torch.expm1(on_spans)).clamp_min(_SMALLEST).log()
+    rest = (1.0 - span_mass.sum(dim=-1)).clamp_min(0.0)
+    entropy = torch.special.xlogy(span_mass, span_mass).sum(dim=-1) + torch.special.xlogy(rest, rest)
+    cross = (span_mass * log_share).sum(dim=-1) + rest * log_rest
+    return (entropy - cross).mean(dim=(1, 2))
 
 
 def recon(sigma: Tensor, gate: Tensor, span_mask: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -22,11 +23,13 @@ from train import losses
 from train.data import TextDataModule
 from train.divergence import DivergenceGuard
 from train.errors import ConfigError
+from train.examples import read_example
 from train.losses import LossConfig
 from train.objective import MiningConfig, Outcome, evaluate_batch
 from train.parallel import shard_backbone
 from train.resume import DataReport, LengthCurriculum, RunState
-from train.warmstart import WarmStartConfig, fit_routers, read_example
+from train.retrieval import retrieval_sequence
+from train.warmstart import WarmStartConfig, fit_routers
 from train.windows import cut_documents, draw_cuts, smallest_context
 
 _REPORT_EVERY = 100  # steps of the warm start between two lines
@@ -120,6 +123,10 @@ class SeKVModule(LightningModule):
                 "seed": seed,
             }
         )
+        if self.loss_config.labels == "share" and self.adapter_config.index != "tokens":
+            raise ConfigError(
+                "model.losses.labels=share needs shares, which only model.adapter.index=tokens gives; use mass or cover"
+            )
         if not budgets:
             raise BudgetError("model.budgets is empty; give at least one share of the context, such as 0.1")
         self.budgets = [_share(budget, "model.budgets") for budget in budgets]
@@ -226,27 +233,35 @@ class SeKVModule(LightningModule):
     def on_train_start(self) -> None:
         """Fits the routers to the teacher before the first step of a fresh run; a resumed run has them already."""
         self.print(f"trainable parameters: {self.describe_parameters()}")
-        if self.train_router and self.warm_start.documents and not self.global_step:
+        wanted = self.warm_start.documents + self.warm_start.retrieval
+        if self.train_router and wanted and not self.global_step:
             self._fit_routers()
 
     def _fit_routers(self) -> None:
         backbone, datamodule = cast(Backbone, self.backbone), cast(Any, self.trainer).datamodule
-        sequences = datamodule.warm_start_sequences(self.warm_start.documents)
+        count = self.warm_start.documents + self.warm_start.retrieval
+        sequences = datamodule.warm_start_sequences(count)
+        documents = [(ids, self.query_window) for ids in sequences[: self.warm_start.documents]]
+        rng = random.Random(self.seed)
+        limit = backbone.geometry.max_positions
+        documents += [
+            retrieval_sequence(datamodule.tokenizer, ids, rng, limit) for ids in sequences[self.warm_start.documents :]
+        ]
         started = time.monotonic()
         examples = []
-        for i, ids in enumerate(sequences, start=1):
-            batch = torch.as_tensor(ids[None], dtype=torch.long, device=backbone.device)
+        for i, (ids, window) in enumerate(documents, start=1):
+            batch = torch.as_tensor(ids, dtype=torch.long, device=backbone.device)[None]
             examples.append(
                 read_example(
                     backbone,
                     self.adapter,
                     batch,
-                    window=self.query_window,
+                    window=window,
                     budget=self.val_budget,
                     mining=self.mining,
                 )
             )
-            self.print(f"warm start: read document {i}/{len(sequences)}, {(time.monotonic() - started) / i:.1f} s each")
+            self.print(f"warm start: read document {i}/{len(documents)}, {(time.monotonic() - started) / i:.1f} s each")
         started = time.monotonic()
 
         def report(step: int, loss: float) -> None:

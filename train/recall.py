@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sekv.routing import group_max, group_sum, mean_margin, select_spans
+from sekv.routing import group_sum, mean_margin, select_spans
 from sekv.stores.spans import LayerTrace
 from train.losses import masked_mean
 
@@ -32,14 +32,14 @@ def router_recall(trace: LayerTrace, span_mass: Tensor, mined: Tensor) -> dict[s
     kv_heads = trace.summary_key.shape[1]
     wanted = group_sum(span_mass, kv_heads)  # [B, K, M, S]
     margins = {
-        "learned": group_max(take_queries(trace.alpha, mined) - trace.tau[:, None, None], kv_heads),
+        "learned": group_sum(take_queries(trace.alpha, mined), kv_heads),
         "mean": mean_margin(take_queries(trace.query, mined), trace.summary_key, trace.span_length, trace.scaling),
         "oracle": wanted,
     }
     total = wanted.sum(dim=-1)
     recall = {}
     for name, margin in margins.items():
-        chosen = select_spans(margin, trace.span_length[:, None, None], trace.zoom_rows[:, None, None])
+        chosen = select_spans(margin, trace.segmentation.zoom_cost[:, None, None], trace.zoom_rows[:, None, None])
         covered = (wanted * chosen).sum(dim=-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
         recall[name] = masked_mean(covered, total > 0)
     return recall

@@ -230,6 +230,25 @@ FACTS: tuple[Callable[[random.Random], Fact], ...] = (
 )
 
 
+def retrieval_sequence(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], rng: random.Random, limit: int
+) -> tuple[list[int], int]:
+    """A retrieval document made of a training sequence, shortened at random so that lengths vary.
+
+    Args:
+        tokenizer: the backbone's.
+        ids: token ids of real text.
+        rng: source of everything random.
+        limit: most tokens in all; the beginning of the text gives way.
+
+    Returns:
+        Token ids of context and window, and the tokens of the window.
+    """
+    kept = list(ids)[: int(len(ids) * rng.uniform(0.4, 1.0))]
+    document = make_document(tokenizer, str(tokenizer.decode(kept)), rng)
+    return [*document.context_ids, *document.window_ids][-limit:], len(document.window_ids)
+
+
 def make_document(
     tokenizer: PreTrainedTokenizerBase, text: str, rng: random.Random, questions: int = 4
 ) -> RetrievalDocument:

@@ -1,12 +1,13 @@
 """Fitting the routers to the teacher's own queries, layer by layer, before any backpropagation through the backbone.
 
-The teacher's queries, the spans' summaries and the attention mass on each span are plain tensors, so a router can be
-fitted to them directly: one pass of the backbone over a few documents, then hundreds of cheap steps. End-to-end
+The teacher's queries, the keys of the spans and the attention mass on each span are plain tensors, so a router can be
+fitted to them directly: one pass of the backbone over some documents, then hundreds of cheap steps. End-to-end
 training starts from there. *(ours; the paper trains end to end from random projections)*
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,18 +16,14 @@ from einops import einsum
 from torch import Tensor
 
 from sekv.adapter import SeKVAdapter
-from sekv.backbone import Backbone
-from sekv.budget import Budget
-from sekv.memory import span_rows, summarise
-from sekv.policies.sekv import SeKVPolicy
-from sekv.routing import group_max, routing_logits, select_spans, summary_norm
+from sekv.routing import group_max, group_sum, select_spans
 from train import losses
 from train.errors import ConfigError
+from train.examples import RouterExample
 from train.losses import LossConfig
-from train.objective import MiningConfig, mine_queries, read_document, teacher_mass, window_queries
-from train.recall import take_queries
 
-_STARTING_BIAS = -4.0  # of the logits: few spans hold much of a head's attention
+_STARTING_BIAS = {"tokens": math.log(10.0), "summary": -4.0}  # of the logits: few spans hold much of a head's attention
+_SMALLEST_VARIANCE = 1e-4  # of a query direction, relative to the largest
 
 
 @dataclass(frozen=True)
@@ -34,83 +31,27 @@ class WarmStartConfig:
     """How long and how fast the routers are fitted.
 
     Attributes:
-        documents: training documents whose attention they are fitted to; 0 skips the warm start.
-        steps: optimiser steps, each over one document and all layers.
-        lr: learning rate of the projections; scale, length coefficient and bias learn ten times faster.
+        documents: training documents whose attention they are fitted to.
+        retrieval: as many more documents with facts hidden in them and questions about these behind; with neither kind
+            there is no warm start.
+        steps: optimiser steps, each over one document and all layers; 0 leaves the routers as the statistics of queries
+            and keys make them.
+        queries: mined queries of the document that a step looks at.
+        lr: learning rate of the projections; scale, offset and length coefficient learn ten times faster.
     """
 
     documents: int = 16
+    retrieval: int = 0
     steps: int = 400
+    queries: int = 24
     lr: float = 3e-3
 
     def __post_init__(self) -> None:
-        if self.documents < 0 or self.steps < 1 or self.lr <= 0:
+        if min(self.documents, self.retrieval, self.steps) < 0 or self.queries < 1 or self.lr <= 0:
             raise ConfigError(
-                "warm start needs documents >= 0, steps >= 1 and lr > 0, "
-                f"got {self.documents}, {self.steps} and {self.lr}"
+                "warm start needs documents, retrieval and steps >= 0, queries >= 1 and lr > 0, got "
+                f"{self.documents}, {self.retrieval}, {self.steps}, {self.queries} and {self.lr}"
             )
-
-
-@dataclass(frozen=True)
-class RouterExample:
-    """What the routers of all layers can learn from one document.
-
-    Dimensions: L layers, H query heads, K KV heads, M mined queries, S spans, d head dimension. Layers lie side by side
-    on the head axis, because a document's spans are the same in all of them.
-
-    Attributes:
-        query: the teacher's rotated queries [1, L * H, M, d].
-        summary_key: [1, L * K, S, d].
-        length: tokens per span [1, S].
-        span_mass: the teacher's attention on each span [1, L * H, M, S].
-        zoom_rows: rows left for zooming [1].
-    """
-
-    query: Tensor
-    summary_key: Tensor
-    length: Tensor
-    span_mass: Tensor
-    zoom_rows: Tensor
-
-
-def read_example(
-    backbone: Backbone,
-    adapter: SeKVAdapter,
-    input_ids: Tensor,
-    *,
-    window: int,
-    budget: Budget,
-    mining: MiningConfig,
-) -> RouterExample:
-    """Reads one document; a single pass of the backbone.
-
-    Args:
-        backbone: frozen.
-        adapter: says how contexts are cut and summarised.
-        input_ids: one document without padding [1, C + Q].
-        window: query tokens Q.
-        budget: rows for the context.
-        mining: which queries count.
-    """
-    document = read_document(backbone, input_ids, torch.ones_like(input_ids, dtype=torch.bool), window)
-    context = document.narrow(document.n_tokens - window)
-    policy = SeKVPolicy(adapter=adapter)
-    plan = policy.prepare(context, budget)
-    mined = mine_queries(document, window, mining)
-    weights = policy.token_weights(context)
-    n_exact = plan.segmentation.exact_index.shape[1]
-    queries, keys, masses = [], [], []
-    for layer in adapter.layers:
-        queries.append(take_queries(window_queries(document, layer), mined).float())
-        keys.append(summarise(span_rows(context.key_value(layer)[0], plan.tokens), plan.tokens, weights).float())
-        masses.append(teacher_mass(document, layer, plan.segmentation, mined, window)[..., n_exact:-1])
-    return RouterExample(
-        query=torch.cat(queries, dim=1),
-        summary_key=torch.cat(keys, dim=1),
-        length=plan.segmentation.span_length,
-        span_mass=torch.cat(masses, dim=1),
-        zoom_rows=plan.zoom_rows,
-    )
 
 
 def fit_routers(
@@ -130,19 +71,31 @@ def fit_routers(
         on_step: called with the step and the loss.
     """
     _start_from_statistics(adapter, examples)
-    optimizer = torch.optim.Adam(
-        [
-            {"params": [adapter.projection], "lr": config.lr},
-            {"params": [adapter.log_scale, adapter.length_raw, adapter.bias], "lr": 10 * config.lr},
-        ]
-    )
+    if config.steps:
+        _minimise(adapter, examples, config, loss_config, on_step)
+    _set_thresholds(adapter, examples)
+
+
+def _minimise(
+    adapter: SeKVAdapter,
+    examples: Sequence[RouterExample],
+    config: WarmStartConfig,
+    loss_config: LossConfig,
+    on_step: Callable[[int, float], None] | None,
+) -> None:
+    by_tokens = adapter.config.index == "tokens"
+    slow = [adapter.projection, *([adapter.key_projection] if by_tokens else [])]
+    # With shares the bias on alpha has no part in the loss: it says how alpha is read.
+    fast = [adapter.log_scale, adapter.offset] if by_tokens else [adapter.log_scale, adapter.length_raw, adapter.bias]
+    optimizer = torch.optim.Adam([{"params": slow, "lr": config.lr}, {"params": fast, "lr": 10 * config.lr}])
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
-    targets = [losses.zoom_targets(example.span_mass, loss_config) for example in examples]
+    generator = torch.Generator().manual_seed(0)
     for step in range(config.steps):
-        example, target = examples[step % len(examples)], targets[step % len(examples)]
+        whole = examples[step % len(examples)]
+        chosen = torch.randperm(whole.query.shape[2], generator=generator)[: config.queries]
+        example = whole.at(chosen.to(whole.query.device))
         with torch.enable_grad():
-            logits = example_logits(adapter, example)
-            loss = losses.zoom(logits, target, example.length > 0, loss_config.positive).mean()
+            loss = _loss(adapter, example, loss_config)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -150,22 +103,59 @@ def fit_routers(
         if on_step is not None:
             on_step(step, float(loss.detach()))
     optimizer.zero_grad()
-    _set_thresholds(adapter, examples)
 
 
-def example_logits(adapter: SeKVAdapter, example: RouterExample) -> Tensor:
-    """Logits of alpha for all layers' heads [1, L * H, M, S]."""
-    router = adapter.joint_router()
-    norm = summary_norm(router, example.summary_key)
-    return routing_logits(router, example.query, example.summary_key, norm, example.length)
+def _loss(adapter: SeKVAdapter, example: RouterExample, config: LossConfig) -> Tensor:
+    share, logits = example.logits(adapter)
+    mask = example.length > 0
+    if config.labels == "share" and share is not None:
+        return losses.zoom_shares(share, example.span_mass, mask).mean()
+    return losses.zoom(logits, losses.zoom_targets(example.span_mass, config), mask, config.positive).mean()
 
 
 @torch.no_grad()
 def _start_from_statistics(adapter: SeKVAdapter, examples: Sequence[RouterExample]) -> None:
-    """Projects onto the directions in which queries and summary keys vary together; scales logits like q.k."""
+    """Projections by second moments of queries and keys; scales as those of q.k."""
+    adapter.bias.fill_(_STARTING_BIAS[adapter.config.index])
+    if adapter.config.index == "tokens":
+        _start_by_tokens(adapter, examples)
+    else:
+        _start_by_summaries(adapter, examples)
+
+
+def _start_by_tokens(adapter: SeKVAdapter, examples: Sequence[RouterExample]) -> None:
+    """The projections of rank r that change q.k least, over a group's queries and the span tokens' keys.
+
+    With A the root of the queries' second moment and C the keys' covariance, E (q'k - q'Bk)^2 is least among matrices B
+    of rank r for B = A^-1 U U' A, U the leading eigenvectors of A C A. Queries count by their attention on spans.
+    """
+    n_layers, n_heads, rank, dim = adapter.projection.shape
+    groups = n_layers * adapter.key_projection.shape[1]
+    moment, covariance = adapter.projection.new_zeros(2, groups, dim, dim)
+    for example in examples:
+        weighted = example.query[0] * example.span_mass[0].sum(-1, keepdim=True).sqrt()
+        weighted = weighted.unflatten(0, (groups, -1)).flatten(1, 2)  # [L * K, G * M, d]
+        moment += weighted.mT @ weighted / weighted.shape[1]
+        centred = example.key[0].float()
+        centred = centred - centred.mean(dim=1, keepdim=True)
+        covariance += centred.mT @ centred / centred.shape[1]
+    variance, axes = torch.linalg.eigh(moment)
+    variance = variance.clamp_min(1e-12).maximum(variance[..., -1:] * _SMALLEST_VARIANCE)
+    root = axes * variance.sqrt()[:, None] @ axes.mT
+    inverse = axes * variance.rsqrt()[:, None] @ axes.mT
+    leading = torch.linalg.eigh(root @ covariance @ root).eigenvectors[..., -rank:].mT
+    queries, keys = leading @ inverse, leading @ root
+    balance = (queries.norm(dim=(1, 2), keepdim=True) / keys.norm(dim=(1, 2), keepdim=True).clamp_min(1e-12)).sqrt()
+    adapter.key_projection.copy_((keys * balance).view_as(adapter.key_projection))
+    per_head = (queries / balance).repeat_interleave(n_layers * n_heads // groups, dim=0)
+    adapter.projection.copy_(per_head.view_as(adapter.projection))
+
+
+def _start_by_summaries(adapter: SeKVAdapter, examples: Sequence[RouterExample]) -> None:
+    """Projects onto the directions in which queries and summary keys vary together."""
     n_layers, n_heads, routing_dim, dim = adapter.projection.shape
     query = torch.cat([example.query[0] for example in examples], dim=1)  # [L * H, samples, d]
-    keys = torch.cat([example.summary_key[0, :, example.length[0] > 0] for example in examples], dim=1)
+    keys = torch.cat([example.key[0, :, example.length[0] > 0] for example in examples], dim=1)
     keys = keys.repeat_interleave(len(query) // len(keys), dim=0)
     centred = keys - keys.mean(dim=1, keepdim=True)
     joint = (query.mT @ query / query.shape[1]) @ (centred.mT @ centred / keys.shape[1])
@@ -174,7 +164,6 @@ def _start_from_statistics(adapter: SeKVAdapter, examples: Sequence[RouterExampl
     scale = norm.clamp_min(1e-6) * (routing_dim / dim) ** 0.5
     adapter.projection.copy_(directions.reshape_as(adapter.projection))
     adapter.log_scale.copy_(scale.log().reshape(n_layers, n_heads))
-    adapter.bias.fill_(_STARTING_BIAS)
 
 
 @torch.no_grad()
@@ -183,9 +172,11 @@ def _set_thresholds(adapter: SeKVAdapter, examples: Sequence[RouterExample]) -> 
     n_layers = adapter.projection.shape[0]
     marginal = []
     for example in examples:
-        alpha = group_max(torch.sigmoid(example_logits(adapter, example)), example.summary_key.shape[1])
-        chosen = select_spans(alpha, example.length[:, None, None], example.zoom_rows[:, None, None])
-        marginal.append(torch.where(chosen, alpha, 1.0).amin(dim=-1).reshape(n_layers, -1))
+        alpha = torch.sigmoid(example.logits(adapter)[1])
+        kv_heads = example.key.shape[1]
+        chosen = select_spans(group_sum(alpha, kv_heads), example.cost[:, None, None], example.zoom_rows[:, None, None])
+        strongest = torch.where(chosen, group_max(alpha, kv_heads), 1.0)
+        marginal.append(strongest.amin(dim=-1).reshape(n_layers, -1))
     level = torch.cat(marginal, dim=1).quantile(0.25, dim=1, keepdim=True)  # [L, 1]
     if adapter.threshold_logit.shape[0] == 1:  # one global threshold
         level = level.mean(dim=0, keepdim=True)

@@ -36,6 +36,8 @@ class SeKVPolicy(Policy):
         min_span: shorter spans stay exact, in tokens.
         max_span: longer spans are split, in tokens.
         persistent_share: share of the budget for exact rows and summaries.
+        summary_share: share of the budget for summary rows, which neighbouring spans share; 1 gives each its own.
+        summary_bias: added to the logits of summary rows where no adapter has learned it.
         segmentation: `surprisal` or `fixed`.
         anchors: keep anchors exact.
         summary_weights: `surprisal` or `uniform`.
@@ -56,6 +58,8 @@ class SeKVPolicy(Policy):
     min_span: int | None = None
     max_span: int | None = None
     persistent_share: float | None = None
+    summary_share: float | None = None
+    summary_bias: float | None = None
     segmentation: str | None = None
     anchors: bool | None = None
     summary_weights: str | None = None
@@ -87,7 +91,7 @@ class SeKVPolicy(Policy):
             )
         rows, lengths = self.rows(prefill, budget), prefill.lengths
         minimum = torch.tensor([self._segmentation.minimum_rows(n) for n in lengths.tolist()], device=lengths.device)
-        check_minimum(rows, minimum, lengths, "sekv (sinks, tail, a summary of every span and one zoomed span)")
+        check_minimum(rows, minimum, lengths, "sekv (sinks, tail, summaries and one zoomed span)")
         assert prefill.surprisal is not None
         breaks = prefill.backbone.line_breaks
         segmentation = segment(
@@ -123,8 +127,17 @@ class SeKVPolicy(Policy):
             None if self.adapter is None else self.adapter.gate,
             plan.turn,
         )
-        router = self.adapter.router(layer) if self.routing == "learned" and self.adapter is not None else None
-        routing = Routing(self.routing, router, self.fill, self._config.zoom, self._config.share_group)
+        router = None if self.adapter is None else self.adapter.router(layer)
+        routing = Routing(
+            mode=self.routing,
+            router=router if self.routing == "learned" else None,
+            summary_bias=self._config.summary_bias
+            if router is None or self.summary_bias is not None
+            else router.summary_bias,
+            fill=self.fill,
+            zoom=self._config.zoom,
+            share_group=self._config.share_group,
+        )
         return kind(key, value, memory, plan, routing, **options)
 
     def token_weights(self, prefill: Prefill) -> Tensor:

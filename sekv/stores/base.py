@@ -104,6 +104,14 @@ class ExactRows:
         for buffer, rows in ((self._key, key), (self._value, value)):
             buffer.view(-1, buffer.shape[3]).index_copy_(0, place, rows)
 
+    def overwrite(self, start: int, key: Tensor, value: Tensor) -> None:
+        """Replaces the context rows from `start` on by [batch, kv_heads, n, dim]."""
+        if self._shared:
+            self._grow(self.slack)
+        place = slice(start, start + key.shape[2])
+        self._key[:, :, place] = key
+        self._value[:, :, place] = value
+
     def _grow(self, room: int) -> None:
         self._key, self._value = (self._grown(t, room) for t in (self._key, self._value))
         self._shared = False

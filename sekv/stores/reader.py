@@ -1,10 +1,11 @@
 """Reading a memory whose spans lie on the host: fetch what a query chose, one softmax over all it may see.
 
-The context part of a layer's `ExactRows` is laid out as [exact rows | summaries | slots]; the tail follows. Exact rows and
-summaries never change. The slots hold rebuilt rows of the spans that single-token steps chose, and stay filled from step
+The context part of a layer's `ExactRows` is laid out as [exact rows | summary rows | slots]; the tail follows. Exact rows
+never change, summary rows follow the step's choice. The slots hold rebuilt rows of the spans that single-token steps chose, and stay filled from step
 to step, so that a step fetches only what it did not choose before.
 
-Dimensions: B batch, K KV heads, H = G * K query heads, Q queries, S spans, E exact rows, C slots, T tail tokens.
+Dimensions: B batch, K KV heads, H = G * K query heads, Q queries, S spans, E exact rows, M summary rows, C slots, T tail
+tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from sekv.attention import RowSet, mixed_attention, packed_attention
 from sekv.host import FactorBank, Index
 from sekv.stores.base import ExactRows, Meter, causal_tail_mask
 from sekv.stores.slots import SlotTable
+from sekv.stores.summaries import Summaries
 
 
 class SpanReader:
@@ -27,24 +29,28 @@ class SpanReader:
     Args:
         bank: the spans' rows on the host.
         length: tokens per span [B, S]; 0 where there is none.
-        bias: added to the logits of exact rows and, where there are any, summaries [B, E or E + S] float32: log|S| for a
-            summary, -inf where a row is not real.
-        n_exact: E.
+        bias: added to the logits of exact rows [B, E] float32: -inf where a row is not real, 0 elsewhere.
         kv_heads: K.
         capacity: C, rows of slots per KV head; at least the most rows a single query's choice can have.
+        summaries: what stands for spans that are not chosen; None where nothing does.
     """
 
     def __init__(
-        self, bank: FactorBank, length: Tensor, bias: Tensor, n_exact: int, kv_heads: int, capacity: int
+        self,
+        bank: FactorBank,
+        length: Tensor,
+        bias: Tensor,
+        kv_heads: int,
+        capacity: int,
+        summaries: Summaries | None = None,
     ) -> None:
-        self.bank, self.n_exact, self.n_persistent = bank, n_exact, bias.shape[1]
+        self.bank, self.summaries, self.n_exact = bank, summaries, bias.shape[1]
+        self.n_persistent = self.n_exact + (summaries.n_rows if summaries is not None else 0)
         self._batch, self._kv_heads = len(length), kv_heads
         self._bias = bias
         per_group = [x.repeat_interleave(kv_heads, dim=0).cpu().numpy() for x in (length, bias)]
         self._length, self._group_bias = per_group  # [B * K, S], [B * K, E or E + S]
-        # Persistent rows of all groups, and what a zoomed span adds to them.
-        self._n_real = int((bias > -torch.inf).sum()) * kv_heads
-        self._added = np.maximum(self._length - (self.n_persistent > n_exact), 0)
+        self._n_exact_rows = int((bias > -torch.inf).sum()) * kv_heads  # of all groups
         self.slots = SlotTable(self._length, capacity)
 
     def fork(self) -> SpanReader:
@@ -53,16 +59,15 @@ class SpanReader:
         twin.slots = self.slots.fresh()
         return twin
 
-    def layout(
-        self, key: Tensor, value: Tensor, summary_key: Tensor | None = None, summary_value: Tensor | None = None
-    ) -> ExactRows:
-        """Rows [exact | summaries | empty slots] from exact rows [B, K, E, d] and summaries [B, K, S, d]."""
+    def layout(self, key: Tensor, value: Tensor) -> ExactRows:
+        """Rows [exact | summary rows | empty slots] from exact rows [B, K, E, d]."""
+        summaries = (None, None) if self.summaries is None else self.summaries.rows()
 
         def packed(exact: Tensor, summary: Tensor | None) -> Tensor:
             slots = exact.new_zeros(*exact.shape[:2], self.slots.capacity, exact.shape[3])
             return torch.cat([exact, *([] if summary is None else [summary]), slots], dim=2)
 
-        return ExactRows(packed(key, summary_key), packed(value, summary_value))
+        return ExactRows(packed(key, summaries[0]), packed(value, summaries[1]))
 
     def attend(
         self, query: Tensor, scaling: float, zoomed: Tensor, rows: ExactRows, tail_mask: Tensor | None, meter: Meter
@@ -84,9 +89,15 @@ class SpanReader:
         # [B * K, 1 or G, Q, S]
         chosen = zoomed.cpu().numpy().reshape(self._batch * self._kv_heads, -1, n_queries, zoomed.shape[-1])
         meter.queries += self._batch * self._kv_heads * n_queries
-        meter.rows += self._n_real * n_queries + float((chosen * self._added[:, None, None]).sum()) / chosen.shape[1]
+        meter.rows += (
+            self._n_exact_rows * n_queries + float((chosen * self._length[:, None, None]).sum()) / chosen.shape[1]
+        )
+        left = None
+        if self.summaries is not None:
+            left = self.summaries.tokens_left(chosen.reshape(len(chosen), -1, chosen.shape[-1]))
+            meter.rows += float((left > 0).sum()) / chosen.shape[1]
         if n_queries == 1:
-            return self._step(query, scaling, chosen[:, :, 0], rows, tail_mask, meter)
+            return self._step(query, scaling, chosen[:, :, 0], left, rows, tail_mask, meter)
         sets = [*self.exact_sets(rows, n_queries, tail_mask), *self._span_sets(zoomed, chosen, rows, meter)]
         return mixed_attention(query, sets, scaling)[0]
 
@@ -106,16 +117,28 @@ class SpanReader:
         ]
 
     def _step(
-        self, query: Tensor, scaling: float, chosen: Index, rows: ExactRows, tail_mask: Tensor | None, meter: Meter
+        self,
+        query: Tensor,
+        scaling: float,
+        chosen: Index,
+        left: Index | None,
+        rows: ExactRows,
+        tail_mask: Tensor | None,
+        meter: Meter,
     ) -> Tensor:
         """One query token: everything it may see lies in `rows` once its spans are in slots. `chosen` [B*K, 1|G, S]."""
         wanted = chosen[:, 0] if chosen.shape[1] == 1 else chosen.any(axis=1)
         self._hold(wanted, rows, meter)
-        bias = np.zeros((*chosen.shape[:2], rows.used), dtype=np.float32)
-        bias[..., : self.n_persistent] = self._group_bias[:, None]
-        if self.n_persistent > self.n_exact:
-            bias[..., self.n_exact : self.n_persistent][chosen] = -np.inf
-        bias[..., self.n_persistent : rows.n_context][~self.slots.visible(chosen)] = -np.inf
+        summaries = None if self.summaries is None or left is None else self.summaries.without(chosen, left)
+        n_choices = chosen.shape[1] if summaries is None else summaries[1].shape[1]
+        bias = np.zeros((len(chosen), n_choices, rows.used), dtype=np.float32)
+        bias[..., : self.n_exact] = self._group_bias[:, None]
+        if summaries is not None:
+            bias[..., self.n_exact : self.n_persistent] = summaries[1]
+            if summaries[0] is not None:
+                rows.overwrite(self.n_exact, *summaries[0])
+        slots = bias[..., self.n_persistent : rows.n_context]
+        slots[np.broadcast_to(~self.slots.visible(chosen), slots.shape)] = -np.inf
         on_device = torch.from_numpy(bias).view(self._batch, self._kv_heads, -1, rows.used).to(query.device)
         if tail_mask is not None:
             on_device[..., rows.n_context :].masked_fill_(~tail_mask, -torch.inf)
@@ -141,10 +164,8 @@ class SpanReader:
         batch, kv_heads, n_spans, device = self._batch, self._kv_heads, zoomed.shape[-1], zoomed.device
         per_group = zoomed.view(batch, kv_heads, -1, *zoomed.shape[2:])  # [B, K, 1 or G, Q, S]
         sets = []
-        if self.n_persistent > self.n_exact:
-            place = slice(self.n_exact, self.n_persistent)
-            bias = self._bias[:, None, None, None, place]
-            sets.append(RowSet(rows.key[:, :, place], rows.value[:, :, place], bias=bias, visible=~per_group))
+        if self.summaries is not None:
+            sets.append(self.summaries.row_set(per_group))
         spans = np.flatnonzero(chosen.any(axis=(1, 2)))
         if not len(spans):
             return sets
@@ -169,5 +190,6 @@ class SpanReader:
         return sets
 
     def host_tensors(self) -> list[Tensor | None]:
-        """The bank and the bookkeeping of the slots."""
-        return [*self.bank.tensors(), *self.slots.tensors(), torch.from_numpy(self._length)]
+        """The bank and the bookkeeping of slots and summary rows."""
+        summaries = [] if self.summaries is None else self.summaries.host_tensors()
+        return [*self.bank.tensors(), *self.slots.tensors(), *summaries, torch.from_numpy(self._length)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -12,11 +13,12 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
 from sekv.adapter import LayerRouter
-from sekv.attention import RowSet, mixed_attention
+from sekv.attention import Merge, RowSet, log_sum, mixed_attention
 from sekv.host import BankSide, FactorBank
 from sekv.memory import SpanMemory, SpanTokens, Turn, rebuild_rows
 from sekv.routing import (
     group_max,
+    group_sum,
     log_length,
     mean_margin,
     routing_logits,
@@ -27,9 +29,11 @@ from sekv.routing import (
     summary_norm,
 )
 from sekv.segmentation import Segmentation
+from sekv.span_index import TokenIndex
 from sekv.stores.base import ExactRows, Store, causal_tail_mask
 from sekv.stores.reader import SpanReader
 from sekv.stores.slots import slots_needed
+from sekv.stores.summaries import Summaries
 
 _QUERY_CHUNK = 64  # queries answered at once; bounds the rows a long question materialises together
 
@@ -54,7 +58,7 @@ class SpanPlan:
 
     def tensors(self) -> list[Tensor]:
         """The live tensors, for byte counts."""
-        tables = [*vars(self.segmentation).values(), *vars(self.tokens).values(), *(self.turn or ())]
+        tables = [*self.segmentation.tensors(), *vars(self.tokens).values(), *(self.turn or ())]
         return [*tables, self.zoom_rows, self.lengths]
 
 
@@ -68,10 +72,12 @@ class Routing:
         fill: zoom below the threshold too while rows are left.
         zoom: False never zooms: summaries only (ablation).
         share_group: all heads of a KV group attend to the union of their spans.
+        summary_bias: added to the logits of summary rows, one number or one per query head [H].
     """
 
     mode: str
     router: LayerRouter | None = None
+    summary_bias: float | Tensor = 0.0
     fill: bool = False
     zoom: bool = True
     share_group: bool = True
@@ -84,6 +90,8 @@ class LayerTrace:
     Dimensions: B batch, H query heads, K KV heads, Q window queries, S spans, E exact context rows, r components.
 
     Attributes:
+        log_share: expected share of each head's attention per span, as a logarithm, with an index of tokens; None with
+            one of summaries [B, H, Q, S].
         alpha_logit: logit of alpha_S [B, H, Q, S].
         alpha: expansion probability [B, H, Q, S].
         tau: thresholds [H].
@@ -103,6 +111,7 @@ class LayerTrace:
         scaling: factor on q.k of this layer.
     """
 
+    log_share: Tensor | None
     alpha_logit: Tensor
     alpha: Tensor
     tau: Tensor
@@ -150,7 +159,14 @@ class SpanStore(Store):
         exact = ExactRows(key.gather(2, index), value.gather(2, index), None if whole else segmentation.exact_mask)
         super().__init__(exact, plan.lengths)
         self.plan, self.routing = plan, routing
-        self.norm = None if routing.router is None else summary_norm(routing.router, memory.summary_key)
+        router = routing.router
+        self.index: TokenIndex | None = None
+        self.norm: Tensor | None = None
+        if router is not None and router.key_projection is not None:
+            slot = plan.tokens.slot[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
+            self.index = TokenIndex.of(router, memory.raw_key.flatten(2, 3).gather(2, slot))
+        elif router is not None:
+            self.norm = summary_norm(router, memory.summary_key)
 
     @property
     @abstractmethod
@@ -166,19 +182,47 @@ class SpanStore(Store):
     def _length(self) -> Tensor:
         return self.plan.segmentation.span_length
 
-    def _learned_margin(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Logit of alpha and alpha - tau, both [B, H, Q, S]."""
-        router = self.routing.router
-        assert router is not None and self.norm is not None
-        logit = routing_logits(router, query, self.summary_key, self.norm, self._length)
-        return logit, torch.sigmoid(logit) - router.threshold[:, None, None]
+    @abstractmethod
+    def _exact_sets(self, n_queries: int, tail_mask: Tensor | None) -> list[RowSet]:
+        """Exact context rows and the tail."""
 
-    def _select(self, margin: Tensor, thresholded: bool) -> Tensor:
-        """Spans to zoom into [B, K or H, Q, S], within the rows left."""
+    def _learned(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        """Log shares, where the index gives them, and logits of alpha, both [B, H, Q, S]."""
+        router = self.routing.router
+        assert router is not None
+        if self.index is None:
+            assert self.norm is not None
+            return None, routing_logits(router, query, self.summary_key, self.norm, self._length)
+        tokens = self.plan.tokens
+        rest = log_sum(query, self._exact_sets(query.shape[2], tail_mask), scaling)
+        mask = None if self._all_tokens_real else tokens.mask
+        share = self.index.log_shares(router, query, tokens.span, self._length, rest, scaling, mask)
+        return share, share + router.bias[:, None, None]
+
+    @cached_property
+    def _all_tokens_real(self) -> bool:
+        return bool(self.plan.tokens.mask.all())
+
+    def _wish(self, alpha: Tensor) -> tuple[Tensor, Tensor]:
+        """The order in which spans are taken, and the margins alpha - tau, both [B, K or H, Q, S].
+
+        The heads of a group that share rows add up their alphas, and the strongest margin counts.
+        """
+        router = self.routing.router
+        assert router is not None
+        margin = alpha - router.threshold[:, None, None]
+        if not self.routing.share_group:
+            return margin, margin
+        kv_heads = self.exact.key.shape[1]
+        return group_sum(alpha, kv_heads), group_max(margin, kv_heads)
+
+    def _select(self, order: Tensor, margin: Tensor | None = None) -> Tensor:
+        """Spans to zoom into [B, K or H, Q, S], within the rows left; only those with a margin, if given, of 0 or more."""
         if not self.routing.zoom:
-            return torch.zeros_like(margin, dtype=torch.bool)
-        eligible = margin >= 0 if thresholded else None
-        return select_spans(margin, self._length[:, None, None], self.plan.zoom_rows[:, None, None], eligible)
+            return torch.zeros_like(order, dtype=torch.bool)
+        eligible = None if margin is None else margin >= 0
+        cost = self.plan.segmentation.zoom_cost[:, None, None]
+        return select_spans(order, cost, self.plan.zoom_rows[:, None, None], eligible)
 
 
 class OffloadedSpanStore(SpanStore):
@@ -208,18 +252,23 @@ class OffloadedSpanStore(SpanStore):
         # What choosing costs and may cost, for every (batch row, KV head) or, without sharing, query head.
         choosers = sharers * key.shape[1]
         self._cost, self._rows = (
-            x.repeat_interleave(choosers, dim=0).cpu().numpy() for x in (self._length - 1, plan.zoom_rows[:, None])
+            x.repeat_interleave(choosers, dim=0).cpu().numpy()
+            for x in (plan.segmentation.zoom_cost, plan.zoom_rows[:, None])
         )
-        most = sharers * slots_needed(self._length, plan.zoom_rows, spared=1) if routing.zoom else 0
+        spared = 0 if plan.segmentation.merged else 1
+        most = sharers * slots_needed(self._length, plan.zoom_rows, spared) if routing.zoom else 0
+        summaries = Summaries(memory.summary_key, memory.summary_value, plan.segmentation, routing.summary_bias)
+        self.summaries = summaries
         self.reader = SpanReader(
             bank,
             self._length,
-            torch.cat([visibility_bias(plan.segmentation.exact_mask), summary_bias(self._length)], dim=1),
-            self.exact.n_context,
+            visibility_bias(plan.segmentation.exact_mask),
             key.shape[1],
             min(most, int(self._length.sum(-1).max())),
+            summaries,
         )
-        self.exact = self.reader.layout(self.exact.key, self.exact.value, memory.summary_key, memory.summary_value)
+        self.exact = self.reader.layout(self.exact.key, self.exact.value)
+        self.index = None if self.index is None else self.index.quantised()
         self.span_keys: Tensor | None = None
         if routing.mode == "oracle":  # evaluation only: the teacher's mass needs every exact key
             slot = plan.tokens.slot[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
@@ -227,13 +276,13 @@ class OffloadedSpanStore(SpanStore):
 
     @property
     def summary_key(self) -> Tensor:
-        """[B, K, S, d], a view."""
-        return self.exact.key[:, :, self.reader.n_exact : self.reader.n_persistent]
+        """[B, K, S, d]."""
+        return self.summaries.key
 
     @property
     def summary_value(self) -> Tensor:
-        """[B, K, S, d], a view."""
-        return self.exact.value[:, :, self.reader.n_exact : self.reader.n_persistent]
+        """[B, K, S, d]."""
+        return self.summaries.value
 
     def fork(self) -> OffloadedSpanStore:
         """Shares bank and persistent rows; what its steps fetch is its own."""
@@ -261,33 +310,39 @@ class OffloadedSpanStore(SpanStore):
     def _choose(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Spans each query zooms into [B, K, Q, S], or [B, H, Q, S] without group sharing."""
         if self.routing.mode == "mean":
-            return self._select(mean_margin(query, self.summary_key, self._length, scaling), thresholded=False)
+            return self._select(mean_margin(query, self.summary_key, self._length, scaling))
         if self.routing.mode == "oracle":
-            return self._select(self._teacher_mass(query, scaling, tail_mask), thresholded=False)
-        margin = self._learned_margin(query)[1]
-        if self.routing.share_group:
-            margin = group_max(margin, self.summary_key.shape[1])
-        return self._select(margin, thresholded=not self.routing.fill)
+            return self._select(self._teacher_mass(query, scaling, tail_mask))
+        order, margin = self._wish(torch.sigmoid(self._learned(query, scaling, tail_mask)[1]))
+        return self._select(order, None if self.routing.fill else margin)
 
-    def _select(self, margin: Tensor, thresholded: bool) -> Tensor:
+    def _select(self, order: Tensor, margin: Tensor | None = None) -> Tensor:
         """As in the base; the choice of a single step is made on the host, where it is needed to fetch."""
-        if margin.shape[2] > 1 or not self.routing.zoom:
-            return super()._select(margin, thresholded)
-        on_host = margin.detach().cpu().numpy()[:, :, 0].reshape(-1, margin.shape[3])
-        chosen = select_spans_on_host(on_host, self._cost, self._rows, on_host >= 0 if thresholded else None)
-        return torch.from_numpy(chosen).view(margin.shape)
+        if order.shape[2] > 1 or not self.routing.zoom:
+            return super()._select(order, margin)
+        on_host, eligible = (
+            None if x is None else x.detach().cpu().numpy()[:, :, 0].reshape(-1, x.shape[3])
+            for x in (order, None if margin is None else margin >= 0)
+        )
+        assert on_host is not None
+        chosen = select_spans_on_host(on_host, self._cost, self._rows, eligible)
+        return torch.from_numpy(chosen).view(order.shape)
+
+    def _exact_sets(self, n_queries: int, tail_mask: Tensor | None) -> list[RowSet]:
+        return self.reader.exact_sets(self.exact, n_queries, tail_mask)
 
     def _teacher_mass(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Mass that full attention puts on each span, summed over the heads of a group [B, K, Q, S]."""
         assert self.span_keys is not None
         tokens = RowSet(self.span_keys, self.span_keys, visible=self.plan.tokens.mask[:, None, None, None])
-        exact = self.reader.exact_sets(self.exact, query.shape[2], tail_mask)
+        exact = self._exact_sets(query.shape[2], tail_mask)
         mass = mixed_attention(query, [tokens, *exact], scaling)[1][0]
         return sum_by_span(mass.sum(dim=2), self.plan.tokens.span, self._length.shape[1])
 
     def resident_tensors(self) -> list[Tensor | None]:
         """Exact rows, summaries and slots, what routing needs, and the index tables that all layers share."""
-        return [*self.exact.tensors(), self.norm, self.span_keys, *self.plan.tensors()]
+        known = [self.norm, *(self.index.tensors() if self.index is not None else ())]
+        return [*self.exact.tensors(), *self.summaries.tensors(), *known, self.span_keys, *self.plan.tensors()]
 
     def host_tensors(self) -> list[Tensor | None]:
         """The bank of bases and the bookkeeping of the slots."""
@@ -297,11 +352,6 @@ class OffloadedSpanStore(SpanStore):
 def visibility_bias(mask: Tensor) -> Tensor:
     """0 where `mask` is True, -inf elsewhere, float32."""
     return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
-
-
-def summary_bias(length: Tensor) -> Tensor:
-    """log|S| for every span [B, S], -inf where there is none."""
-    return log_length(length).masked_fill(length == 0, -torch.inf)
 
 
 class DifferentiableSpanStore(SpanStore):
@@ -343,10 +393,9 @@ class DifferentiableSpanStore(SpanStore):
 
     def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Attends to every row at every resolution, weighted by the decisions."""
-        logit, margin = self._learned_margin(query)
-        if self.routing.share_group:
-            margin = group_max(margin, self.summary_key.shape[1])
-        hard = self._select(margin.detach(), thresholded=not self.routing.fill)
+        log_share, logit = self._learned(query, scaling, tail_mask)
+        order, margin = self._wish(torch.sigmoid(logit))
+        hard = self._select(order.detach(), None if self.routing.fill else margin.detach())
         expand, soft = straight_through(hard, margin)
         self._count(hard)
 
@@ -359,6 +408,7 @@ class DifferentiableSpanStore(SpanStore):
         n_context = self.exact.n_context
         assert self.routing.router is not None
         self.trace = LayerTrace(
+            log_share=log_share,
             alpha_logit=logit,
             alpha=torch.sigmoid(logit),
             tau=self.routing.router.threshold,
@@ -384,23 +434,37 @@ class DifferentiableSpanStore(SpanStore):
         visible = self.exact_mask(n_queries, tail_mask)
         return RowSet(self.exact.key, self.exact.value, visible=None if visible is None else visible[:, :, None])
 
+    def _exact_sets(self, n_queries: int, tail_mask: Tensor | None) -> list[RowSet]:
+        return [self._exact_rows(n_queries, tail_mask)]
+
     def _summary_rows(self, gate: Tensor) -> RowSet:
-        """One row per span with the logit's log|S|, gated off where the span is zoomed."""
-        bias = summary_bias(self._length)[:, None, None, None]
-        return RowSet(self.summary_key, self.summary_value, bias=bias, gate=gate)
+        """What stands for the spans as far as they are not zoomed into; `gate` is 1 where they are not."""
+        segmentation = self.plan.segmentation
+        bias = torch.as_tensor(self.routing.summary_bias, device=gate.device)
+        bias = bias.reshape(1, self.summary_key.shape[1] if bias.ndim else 1, -1, 1, 1)
+        if segmentation.merged:
+            weight = self._length[:, None, None, None] * gate
+            merge = Merge(segmentation.span_row, int(segmentation.summary_rows.max()), weight)
+            return RowSet(self.summary_key, self.summary_value, bias=bias, merge=merge)
+        # A row of its own is gated, not left out: so the decision keeps a gradient while the span is zoomed into.
+        bias = bias + log_length(self._length)[:, None, None, None]
+        visible = (self._length > 0)[:, None, None, None]
+        return RowSet(self.summary_key, self.summary_value, bias=bias, visible=visible, gate=gate)
 
     def _per_group(self, x: Tensor) -> Tensor:
         """[B, K, Q, S] to [B, K, 1, Q, S]; [B, H, Q, S] to [B, K, G, Q, S]."""
         return rearrange(x, "b (k g) q s -> b k g q s", k=self.exact.key.shape[1])
 
     def _count(self, zoomed: Tensor) -> None:
-        """Records rows attended: exact rows, summaries, and the net rows of zoomed spans [B, K or H, Q, S]."""
+        """Records rows attended: exact rows, summary rows that still stand for a token, zoomed rows [B, K or H, Q, S]."""
         batch, heads, n_queries, _ = zoomed.shape
-        kv_heads = self.exact.key.shape[1]
-        extra = (zoomed * (self._length - 1).clamp_min(0)[:, None, None]).sum() * (kv_heads / heads)
-        persistent = self.plan.segmentation.persistent_rows.sum() * kv_heads * n_queries
+        kv_heads, segmentation = self.exact.key.shape[1], self.plan.segmentation
+        length = self._length[:, None, None]
+        left = sum_by_span((length * ~zoomed).float(), segmentation.span_row, int(segmentation.summary_rows.max()))
+        rows = ((zoomed * length).sum() + (left > 0).sum()) * (kv_heads / heads)
+        exact = segmentation.exact_mask.sum() * kv_heads * n_queries
         self.meter.queries += batch * n_queries * kv_heads
-        self.meter.rows += float(persistent + extra)
+        self.meter.rows += float(exact + rows)
 
     def _attend_all(
         self, query: Tensor, expand: Tensor, key_gate: Tensor, value_gate: Tensor, exact_rows: RowSet, scaling: float
@@ -437,4 +501,5 @@ class DifferentiableSpanStore(SpanStore):
     def resident_tensors(self) -> list[Tensor | None]:
         """Exact rows, summaries, and the spans' raw rows: training keeps them all on the compute tier."""
         memory = self.memory
-        return [*self.exact.tensors(), self.summary_key, self.summary_value, memory.raw_key, memory.raw_value]
+        index = [] if self.index is None else self.index.tensors()
+        return [*self.exact.tensors(), self.summary_key, self.summary_value, memory.raw_key, memory.raw_value, *index]

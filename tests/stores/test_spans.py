@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -67,9 +68,18 @@ def test_head_dim_other_than_hidden_over_heads(make_tiny_backbone):
 
 
 def loop_attention(
-    store: OffloadedSpanStore, key: Tensor, value: Tensor, query: Tensor, scaling: float, zoomed: Tensor
+    store: OffloadedSpanStore,
+    key: Tensor,
+    value: Tensor,
+    query: Tensor,
+    scaling: float,
+    zoomed: Tensor,
+    summary_bias: Tensor,
 ) -> Tensor:
-    """One softmax per query over exact rows, summaries with log|S|, and the raw tokens of zoomed spans; plain loops."""
+    """One softmax per query over exact rows, summary rows and the raw tokens of zoomed spans; plain loops.
+
+    A summary row is the mean of the summaries of its spans that are not zoomed into, weighted by their tokens.
+    """
     segmentation = store.plan.segmentation
     batch, heads, n_queries, _ = query.shape
     group = heads // key.shape[1]
@@ -88,9 +98,17 @@ def loop_attention(
                     if length and zoomed[b, k, q, s]:
                         for index in range(start, start + length):
                             keys.append(key[b, k, index]), values.append(value[b, k, index]), bias.append(0.0)
-                    elif length:
-                        keys.append(store.summary_key[b, k, s]), values.append(store.summary_value[b, k, s])
-                        bias.append(float(torch.tensor(length).float().log()))
+                rows = segmentation.span_row[b].tolist()
+                for row in range(int(segmentation.summary_rows[b])):
+                    lengths = segmentation.span_length[b].tolist()
+                    members = [
+                        s for s, n in enumerate(lengths) if n and rows[s] == row and not zoomed[b, k, q, s]
+                    ]
+                    tokens = sum(lengths[s] for s in members)
+                    if tokens:
+                        keys.append(sum(lengths[s] * store.summary_key[b, k, s] for s in members) / tokens)
+                        values.append(sum(lengths[s] * store.summary_value[b, k, s] for s in members) / tokens)
+                        bias.append(math.log(tokens) + float(summary_bias[h]))
                 for t in range(store.tail_length - n_queries + q + 1):
                     keys.append(tail_key[b, k, t]), values.append(tail_value[b, k, t]), bias.append(0.0)
                 logits = torch.stack(keys) @ query[b, h, q] * scaling + torch.tensor(bias)
@@ -102,12 +120,15 @@ def loop_attention(
 @pytest.mark.parametrize("routing", ["mean", "oracle", "learned"])
 @pytest.mark.parametrize("n_queries", [1, 5])
 @pytest.mark.parametrize("lengths", [(130,), (130, 97)])
-def test_equals_the_loop(tiny_backbone, routing, n_queries, lengths):
+@pytest.mark.parametrize("summary_share", [0.1, 1.0])
+def test_equals_the_loop(tiny_backbone, routing, n_queries, lengths, summary_share):
     backbone = tiny_backbone
     context = ids(len(lengths), max(lengths))
     mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
-    adapter = SeKVAdapter.create(backbone, SeKVConfig(routing_dim=8, max_span=16))
-    policy = SeKVPolicy(routing=routing, adapter=adapter, fill=True, max_span=16, max_rank=16, tail=8)
+    config = SeKVConfig(routing_dim=8, max_span=16, summary_share=summary_share, persistent_share=0.5)
+    adapter = SeKVAdapter.create(backbone, config)
+    adapter.summary_bias.copy_(torch.randn(2, 4, generator=torch.Generator().manual_seed(2)))
+    policy = SeKVPolicy(routing=routing, adapter=adapter, fill=True, max_rank=16, tail=8)
     state = prefill(backbone, context, mask)
     store = compress(state, policy, 0.5).stores[1]
     assert isinstance(store, OffloadedSpanStore)
@@ -121,7 +142,7 @@ def test_equals_the_loop(tiny_backbone, routing, n_queries, lengths):
     zoomed = store._choose(query, 0.25, None)
     assert 0 < int(zoomed.sum()) < zoomed.numel()
     key, value = state.key_value(1)
-    expected = loop_attention(store, key, value, query, 0.25, zoomed)
+    expected = loop_attention(store, key, value, query, 0.25, zoomed, adapter.summary_bias[1])
     torch.testing.assert_close(store.attend(query, 0.25, None), expected, atol=1e-4, rtol=1e-4)
 
 

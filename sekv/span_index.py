@@ -1,0 +1,90 @@
+"""What a router knows of spans without fetching them: a projected key of each token (method section 1.3).
+
+A mean key hides what a single token says, and retrieval looks for single tokens. So the index keeps, per token and KV head,
+the key in the few directions that queries ask about (8-bit at inference), and a span's share of the attention is
+estimated by the sum over its tokens. *(ours; the paper's index is the summary key, `routing_logits`)*
+
+Dimensions: B batch, H query heads, K KV heads (H = G * K), Q queries, S spans, T span tokens, r routing dimension.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from einops import einsum
+from torch import Tensor
+
+from sekv.adapter import LayerRouter
+from sekv.routing import sum_by_span
+
+_NO_SPAN = -1e4  # log share where there is no span: finite, so that nothing becomes NaN in a product with 0
+
+
+@dataclass(frozen=True)
+class TokenIndex:
+    """Projected keys of the tokens of all spans.
+
+    Attributes:
+        keys: [B, K, T, r], float32 with a gradient in training, int8 at inference.
+        step: what one unit of an 8-bit entry is worth, by direction [B, K, 1, r]; None for float32.
+    """
+
+    keys: Tensor
+    step: Tensor | None = None
+
+    @classmethod
+    def of(cls, router: LayerRouter, token_key: Tensor) -> TokenIndex:
+        """From rotated keys of the span tokens [B, K, T, d]; rows at padding may be anything finite."""
+        assert router.key_projection is not None
+        return cls(einsum(token_key.float(), router.key_projection, "b k t d, k r d -> b k t r"))
+
+    def quantised(self) -> TokenIndex:
+        """The same in 8 bits."""
+        step = self.keys.abs().amax(dim=2, keepdim=True).clamp_min(1e-12) / 127
+        return TokenIndex((self.keys / step).round().to(torch.int8), step)
+
+    def tensors(self) -> list[Tensor | None]:
+        """The live tensors, for byte counts."""
+        return [self.keys, self.step]
+
+    def log_shares(
+        self,
+        router: LayerRouter,
+        query: Tensor,
+        span: Tensor,
+        length: Tensor,
+        rest: Tensor,
+        scaling: float,
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """Logarithm of the share of its attention that each query head is expected to give each span.
+
+        Args:
+            router: one layer's parameters, with projections of queries and keys.
+            query: [B, H, Q, d].
+            span: span of each token [B, T].
+            length: tokens per span [B, S]; 0 where there is none.
+            rest: log-sum of the exponentials of everything outside the spans, which is known exactly [B, H, Q].
+            scaling: factor on q.k.
+            mask: True where a token is real [B, T]; None when all are.
+
+        Returns:
+            [B, H, Q, S] float32; with the rest they sum to one.
+        """
+        batch, heads, n_queries, _ = query.shape
+        kv_heads = self.keys.shape[1]
+        projected = (query.float() * scaling) @ router.projection.mT  # [B, H, Q, r]
+        grouped = projected.reshape(batch, kv_heads, -1, projected.shape[-1])
+        if self.step is not None:
+            grouped = grouped * self.step
+        logits = (grouped @ self.keys.float().mT).view(batch, heads, n_queries, -1)
+        if mask is not None:
+            logits = logits.masked_fill(~mask[:, None, None], -torch.inf)
+        peak = logits.detach().amax(dim=-1, keepdim=True)
+        tiny = torch.finfo(torch.float32).tiny
+        total = sum_by_span(torch.exp(logits - peak), span, length.shape[1]).clamp_min(tiny).log() + peak
+        assert router.offset is not None
+        total = total * router.scale[:, None, None] + router.offset[:, None, None]
+        total = total.masked_fill((length == 0)[:, None, None], _NO_SPAN)
+        return total - torch.logaddexp(total.logsumexp(dim=-1), rest)[..., None]

@@ -1,0 +1,116 @@
+"""Summary rows at inference: what stands for the spans that a query does not zoom into.
+
+Neighbouring spans share a row: the mean of their summaries, weighted by tokens, without the spans that are zoomed into. So
+nothing is dropped and nothing counts twice, whatever the choice. With `summary_share=1` every span has its own row.
+
+Dimensions: B batch, K KV heads, G query heads per KV head, Q queries, S spans, M summary rows, d head dimension.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sekv.attention import Merge, RowSet
+from sekv.host import Index
+from sekv.segmentation import Segmentation
+
+
+class Summaries:
+    """Summaries of one layer's spans and the rows they are merged into.
+
+    Args:
+        key: summary keys [B, K, S, d].
+        value: [B, K, S, d].
+        segmentation: lengths of the spans and the row of each.
+        bias: added to the logits of summary rows, one number or one for each query head [H].
+    """
+
+    def __init__(self, key: Tensor, value: Tensor, segmentation: Segmentation, bias: float | Tensor) -> None:
+        self.key, self.value, self.merged = key, value, segmentation.merged
+        batch, kv_heads, n_spans, dim = key.shape
+        self._length, self._row = segmentation.span_length, segmentation.span_row
+        self.n_rows = max(1, int(segmentation.summary_rows.max()))
+        per_head = torch.as_tensor(bias, dtype=torch.float32, device=key.device).detach()
+        self._bias = per_head.expand(kv_heads) if per_head.ndim == 0 else per_head
+        self._bias = self._bias.reshape(1, kv_heads, -1, 1, 1)  # [1, K, G or 1, 1, 1]
+        self._host_bias = self._bias.flatten(2).expand(batch, -1, -1).flatten(0, 1)[..., None].cpu().numpy()
+
+        tokens = self._length.float()[:, None, :, None]  # [B, 1, S, 1]
+        index = self._row[:, None, :, None].expand(batch, kv_heads, n_spans, dim)
+        self._sums = [
+            torch.zeros(batch, kv_heads, self.n_rows, dim, device=key.device).scatter_add(2, index, x.float() * tokens)
+            for x in (key, value)
+        ]
+        length, row = (x.repeat_interleave(kv_heads, dim=0).cpu().numpy() for x in (self._length, self._row))
+        self._tokens = np.zeros((batch * kv_heads, self.n_rows), dtype=np.int64)  # of each row
+        np.add.at(self._tokens, (np.arange(len(row))[:, None], row), length)
+        self._host_length, self._host_row = length, row  # [B * K, S]
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of the rows before any zoom [B, K, M, d], in the summaries' dtype."""
+        tokens = torch.from_numpy(self._tokens).to(self.key.device).view(*self.key.shape[:2], -1, 1)
+        key, value = (x / tokens.clamp_min(1) for x in self._sums)
+        return key.to(self.key.dtype), value.to(self.value.dtype)
+
+    def tokens_left(self, chosen: Index) -> Index:
+        """Tokens that each row stands for when some spans are zoomed into.
+
+        Args:
+            chosen: bool [B * K, C, S], any number C of choices.
+
+        Returns:
+            [B * K, C, M].
+        """
+        group, choice, span = np.nonzero(chosen)
+        at = (group * chosen.shape[1] + choice) * self.n_rows + self._host_row[group, span]
+        shape = (*chosen.shape[:2], self.n_rows)
+        gone = np.bincount(at, weights=self._host_length[group, span], minlength=int(np.prod(shape)))
+        return self._tokens[:, None] - gone.reshape(shape).astype(np.int64)
+
+    def without(self, chosen: Index, left: Index) -> tuple[tuple[Tensor, Tensor] | None, Index]:
+        """The rows that are left when some spans are zoomed into.
+
+        Args:
+            chosen: bool [B * K, C, S], C = 1 or, only where no row is shared, G choices.
+            left: `tokens_left` of them.
+
+        Returns:
+            Keys and values [B, K, M, d], or None when they are those of `rows`; and what is added to the logits, -inf
+            where no token is left [B * K, C or G, M] float32.
+        """
+        with np.errstate(divide="ignore"):
+            bias = np.log(left, dtype=np.float32) + self._host_bias
+        return self._rows_without(chosen[:, 0], left[:, 0]) if self.merged else None, bias
+
+    def _rows_without(self, chosen: Index, tokens: Index) -> tuple[Tensor, Tensor]:
+        device, shape = self.key.device, self._sums[0].shape
+        group, span = np.nonzero(chosen)
+        target = torch.from_numpy(group * self.n_rows + self._host_row[group, span]).to(device)
+        source = torch.from_numpy(group * chosen.shape[1] + span).to(device)
+        weight = torch.from_numpy(self._host_length[group, span].astype(np.float32)).to(device)[:, None]
+        left = torch.from_numpy(np.maximum(tokens, 1)).to(device).view(*shape[:3], 1)
+        result = []
+        for total, x in zip(self._sums, (self.key, self.value), strict=True):
+            gone = x.flatten(0, 2).index_select(0, source).float() * weight
+            sums = total.flatten(0, 2).index_add(0, target, gone, alpha=-1.0).view(shape)
+            result.append((sums / left).to(x.dtype))
+        return result[0], result[1]
+
+    def row_set(self, zoomed: Tensor) -> RowSet:
+        """The rows of many queries at once, for `mixed_attention`.
+
+        Args:
+            zoomed: spans each query zooms into [B, K, 1 or G, Q, S].
+        """
+        weight = self._length[:, None, None, None] * ~zoomed
+        return RowSet(self.key, self.value, bias=self._bias, merge=Merge(self._row, self.n_rows, weight.float()))
+
+    def tensors(self) -> list[Tensor | None]:
+        """The live tensors on the compute tier."""
+        return [self.key, self.value, *self._sums]
+
+    def host_tensors(self) -> list[Tensor]:
+        """Bookkeeping."""
+        return [torch.from_numpy(x) for x in (self._tokens, self._host_length, self._host_row)]
