@@ -86,6 +86,14 @@ def read_example(
         mining: which queries count.
     """
     document = read_document(backbone, input_ids, torch.ones_like(input_ids, dtype=torch.bool), window)
+    return make_example(document, adapter, window=window, budget=budget, mining=mining)
+
+
+@torch.no_grad()
+def make_example(
+    document: Prefill, adapter: SeKVAdapter, *, window: int, budget: Budget, mining: MiningConfig
+) -> RouterExample:
+    """What a document that has been read teaches; arguments as in `read_example`."""
     context = document.narrow(document.n_tokens - window)
     policy = SeKVPolicy(adapter=adapter)
     plan = policy.prepare(context, budget)
@@ -109,7 +117,7 @@ def read_example(
         span_mass=torch.cat(masses, dim=1),
         rest=torch.cat(rests, dim=1),
         zoom_rows=plan.zoom_rows,
-        scaling=backbone.attention_scaling(adapter.layers[0]),
+        scaling=document.backbone.attention_scaling(adapter.layers[0]),
     )
 
 
