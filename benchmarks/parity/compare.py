@@ -59,7 +59,7 @@ def main(folder: Path, table: Path | None) -> int:
             f"{theirs_at}, ours on transformers {version('transformers')}; torch {versions['torch']}, float32. "
             f"{CONTEXT} tokens, {KEPT} rows per layer and head.",
             "",
-            "| model | method | ours | theirs | scores, largest difference | kept rows | logits, largest difference | |",
+            "| model | method | ours | theirs | scores, largest difference | kept rows | logits, difference | |",
             "|---|---|---|---|---|---|---|---|",
             *lines,
             "",

@@ -14,6 +14,7 @@ from cases import CASES, CONTEXT, KEPT, QUESTION
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from sekv.backbone import Backbone, load_backbone
 from sekv.budget import Budget
@@ -53,10 +54,10 @@ def backbones(base: Backbone) -> dict[str, Backbone]:
 def run(backbone: Backbone, context: list[int], question: list[int]) -> dict[str, Tensor]:
     """Scores [L, K, N], kept positions [L, K, N] and the question's last logits [V] of every case."""
     found: dict[str, Tensor] = {}
-    for case in CASES:
-        policy = build_policy(case.spec)
+    policies = [build_policy(case.spec) for case in CASES]
+    state = read_context(backbone, context, policies)
+    for case, policy in zip(CASES, policies, strict=True):
         assert isinstance(policy, ScorerPolicy)
-        state = read_context(backbone, context, [policy])
         plan = policy.prepare(state, Budget(rows=KEPT))
         layers = backbone.geometry.compressible
         found[f"{case.name}|scores"] = torch.stack([policy.score(state, layer)[0].float() for layer in layers])
@@ -71,6 +72,7 @@ def run(backbone: Backbone, context: list[int], question: list[int]) -> dict[str
 
 def main(folder: Path, name: str) -> None:
     """Writes `inputs.json`, the models, and `ours-N.safetensors` into a folder."""
+    disable_progress_bar()
     base = load_backbone(name, dtype="float32", device="cpu")
     tokenizer = base.tokenizer
     assert tokenizer is not None

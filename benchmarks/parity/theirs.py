@@ -18,9 +18,10 @@ from cases import CASES, RATIO, Case
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.utils.logging import disable_progress_bar
 
 
-def record_scores(press: Any, layers: list[Any]) -> list[Tensor]:
+def record_scores(press: Any) -> list[Tensor]:
     """A list that fills with the scores [K, N] of each layer when the press runs."""
     scores: list[Tensor] = []
     if isinstance(press, kvpress.KVzipPress):
@@ -45,14 +46,12 @@ def record_scores(press: Any, layers: list[Any]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def run(model: Any, case: Case, context: Tensor, question: Tensor) -> dict[str, Tensor]:
-    """Scores [L, K, N], kept positions [L, K, N] and the question's last logits [V]."""
+def run(model: Any, case: Case, context: Tensor, question: Tensor, full: DynamicCache) -> dict[str, Tensor]:
+    """Scores [L, K, N], kept positions [L, K, N] and the question's last logits [V]; `full` holds all keys."""
     modules = [layer.self_attn for layer in model.model.layers]
-    full = DynamicCache()
-    model.model(input_ids=context, past_key_values=full)
     press = eval(case.press, vars(kvpress))  # noqa: S307 - the text is in cases.py
     press.compression_ratio = RATIO
-    scores = record_scores(press, modules)
+    scores = record_scores(press)
     cache = DynamicCache()
     with press(model):
         model.model(input_ids=context, past_key_values=cache)
@@ -78,16 +77,20 @@ def run(model: Any, case: Case, context: Tensor, question: Tensor) -> dict[str, 
 def main(folder: Path) -> None:
     """Writes `theirs-N.safetensors` and the versions beside our files."""
     logging.disable(logging.WARNING)
+    disable_progress_bar()
     inputs = json.loads((folder / "inputs.json").read_text(encoding="utf-8"))
     context, question = torch.tensor([inputs["context"]]), torch.tensor(inputs["question"])
     for number, label in enumerate(inputs["models"]):
         found: dict[str, Tensor] = {}
+        model = AutoModelForCausalLM.from_pretrained(folder / f"model-{number}", dtype=torch.float32).eval()
+        full = DynamicCache()
+        with torch.no_grad():
+            model.model(input_ids=context, past_key_values=full)
         for case in CASES:
-            # A model of its own for each case: presses leave marks on modules.
-            attention = "eager" if "Observed" in case.press else "sdpa"
-            where = folder / f"model-{number}"
-            model = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float32, attn_implementation=attention)
-            found |= run(model.eval(), case, context, question)
+            model.set_attn_implementation("eager" if "Observed" in case.press else "sdpa")
+            for layer in model.model.layers:
+                layer.self_attn.masked_key_indices = None  # the case before may have left marks
+            found |= run(model, case, context, question, full)
             print(f"{label}: {case.press}", flush=True)
         save_file(found, folder / f"theirs-{number}.safetensors")
     versions = {name: version(name) for name in ("kvpress", "transformers", "torch")}

@@ -26,14 +26,10 @@ EVICTING = (
     "h2o",
     "observed",
     "tova",
-    "expected_attention",
-    "expected_attention[allocation=headwise,epsilon=0.01]",
+    "expected_attention[allocation=headwise]",
     "pyramidkv[window=8,tail=8,beta=5]",
-    "keydiff[allocation=headwise,layers=pooled]",
-    "chunkkv",
-    "chunkkv[chunk_length=4,reuse=2]:observed",
+    "chunkkv[chunk_length=4,reuse=2]",
     "kvzip[chunk_size=50]",
-    "kvzip[layers=uniform,allocation=uniform]",
 )
 """Policies that drop tokens; they work at every budget."""
 
