@@ -60,9 +60,9 @@ CASES = (
         "pyramidkv[window=4,sinks=0,tail=0]",
         "PyramidKVPress(window_size=4)",
         (0, 4),
-        "the window is kept in every layer beside the series here, as the paper has it (its instruction tokens are "
-        "retained in all layers, and the series divides what is left); kvpress runs the series over all rows, so its "
-        "last layers keep fewer. The scores are the same.",
+        "the last tokens are retained in every layer, and the series divides the rows beside them, as in the authors' "
+        "code (max_capacity_prompt - window_size is spread, the window is added); kvpress runs the series over all rows, "
+        "the window among them, so its first layers keep more and its last ones fewer. The scores are the same.",
     ),
     Case(
         "ChunkKV over SnapKV",

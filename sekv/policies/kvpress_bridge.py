@@ -80,11 +80,19 @@ class KvpressPolicy(ScorerPolicy):
         return prefill.observed[found][layer]
 
     def compress(self, prefill: Prefill, layer: int, plan: LayerRows) -> EvictedStore:
-        """A store of what the press keeps."""
+        """A store of what the press keeps.
+
+        Raises:
+            PolicyError: the contexts are padded, the press takes no ratio, or it drops every row of a head.
+        """
         found = ("kvpress rows", self.press, tuple(plan.mean.tolist()))
         if found not in prefill.observed:
             prefill.observed[found] = self._run(prefill, _compressed, plan.mean)
         key, value, keep = prefill.observed[found][layer]
+        if not bool(keep.any(dim=-1).all()):
+            raise PolicyError(
+                f"'{self.press}' leaves a head of layer {layer} without rows; give it a safeguard, or more rows"
+            )
         return EvictedStore(key, value, keep, prefill.lengths)
 
     @torch.no_grad()

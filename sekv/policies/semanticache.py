@@ -90,9 +90,10 @@ class SemantiCachePolicy(Policy):
         shortest = shortest.clamp_min(1)[:, None]
         longest = (shortest * _FORCED).clamp_min(_LONGEST)
         place = (free.long().cumsum(dim=1) - 1).clamp_min(0)
-        cuts = _last_of_cell(place // shortest, self._delimits(prefill) & free)
+        several = (cores > 3)[:, None]
+        cuts = _last_of_cell(place // shortest, self._delimits(prefill) & free & several)
         empty = _cell_sums(place // longest, cuts) == 0
-        return cuts | (_last_of_cell(place // longest, free) & empty & (place % longest == longest - 1))
+        return cuts | (_last_of_cell(place // longest, free & several) & empty & (place % longest == longest - 1))
 
     def _delimits(self, prefill: Prefill) -> Tensor:
         """Tokens [B, N] whose text holds a delimiter; none without a tokenizer."""
