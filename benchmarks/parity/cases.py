@@ -61,8 +61,8 @@ CASES = (
         "PyramidKVPress(window_size=4)",
         (0, 4),
         "the last tokens are retained in every layer, and the series divides the rows beside them, as in the authors' "
-        "code (max_capacity_prompt - window_size is spread, the window is added); kvpress runs the series over all rows, "
-        "the window among them, so its first layers keep more and its last ones fewer. The scores are the same.",
+        "code (max_capacity_prompt - window_size is spread, the window is added); kvpress runs the series over all "
+        "rows, the window among them, so its first layers keep more and its last ones fewer. The scores are the same.",
     ),
     Case(
         "ChunkKV over SnapKV",

@@ -91,7 +91,7 @@ class KvpressPolicy(ScorerPolicy):
         key, value, keep = prefill.observed[found][layer]
         if not bool(keep.any(dim=-1).all()):
             raise PolicyError(
-                f"'{self.press}' leaves a head of layer {layer} without rows; give it a safeguard, or more rows"
+                f"'{self.press}' leaves a head of layer {layer} without rows; give more rows or a safeguard"
             )
         return EvictedStore(key, value, keep, prefill.lengths)
 

@@ -72,7 +72,7 @@ def test_a_press_scores_for_hubkv(stub, tiny_backbone):
 
 
 def test_a_press_that_empties_a_head_is_refused(stub, tiny_backbone):
-    with pytest.raises(PolicyError, match="leaves a head of layer 0 without rows"):
+    with pytest.raises(PolicyError, match="leaves a head of layer 1 without rows"):
         compress(read(tiny_backbone), build_policy("kvpress:HeadwisePress(LastQueryPress())"), 2)
 
 
