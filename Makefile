@@ -7,12 +7,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # What the environment was made with: another choice of torch installs anew.
 CHOICE := $(VENV)/.choice
+# kvpress caps transformers below what this project needs.
+PARITY ?= .venv-parity
 CHECKED := sekv train tests benchmarks
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install test demo lint types format clean FORCE
+.PHONY: help install test demo parity lint types format clean FORCE
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +32,12 @@ demo: $(STAMP)  ## Train, export, reload and compare on the default backbone
 		--tasks niah:2048 --budget 0.1,0.2 --limit 8 --output runs/demo/evaluation
 	@echo 'plot: runs/demo/evaluation/scores.png   figures: runs/demo/evaluation/results.json'
 
+parity: $(STAMP) $(PARITY)/.installed  ## Compare the methods with kvpress, in an environment of its own
+	$(BIN)/python benchmarks/parity/ours.py runs/parity
+	$(PARITY)/bin/python benchmarks/parity/theirs.py runs/parity
+	$(BIN)/python benchmarks/parity/compare.py runs/parity docs/parity.md
+	@echo 'table: docs/parity.md'
+
 lint: $(STAMP)  ## Check style
 	$(BIN)/ruff check $(CHECKED)
 	$(BIN)/ruff format --check $(CHECKED)
@@ -42,7 +50,7 @@ format: $(STAMP)  ## Rewrite files in the house style
 	$(BIN)/ruff format $(CHECKED)
 
 clean:  ## Remove the virtual environment and what tools leave behind
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(PARITY) build *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find $(CHECKED) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # Rewritten only when the choice differs, so that an unchanged one keeps its age.
@@ -57,4 +65,11 @@ $(STAMP): pyproject.toml $(CHOICE)
 	$(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > $(VENV)/torch.txt
 	$(BIN)/python -m pip install -c $(VENV)/torch.txt -e '.[train,eval,dev]'
+	@touch $@
+
+$(PARITY)/.installed: $(STAMP)
+	$(PYTHON) -m venv $(PARITY)
+	$(PARITY)/bin/python -m pip install --quiet --upgrade pip
+	$(PARITY)/bin/python -m pip install "$(TORCH)"
+	$(PARITY)/bin/python -m pip install -c $(VENV)/torch.txt 'kvpress>=0.5.5'
 	@touch $@

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import DynamicCache, get_layer_types_and_kwargs
+from transformers.cache_utils import DynamicCache
 
 from sekv.cache import ATTENTION_NAME, register_attention
 from sekv.default_backbone import default_backbone_dir
@@ -65,6 +65,9 @@ class Geometry:
         Raises:
             BackboneError: the config describes attention that cannot be compressed.
         """
+        # Older transformers lack this name only; scorers run there as presses of kvpress, without a backbone.
+        from transformers.cache_utils import get_layer_types_and_kwargs
+
         what = f"the backbone '{config.model_type}'"
         _refuse_unsupported(config, what)
         layer_types, _ = get_layer_types_and_kwargs(config)
@@ -123,6 +126,7 @@ class Backbone:
         tokenizer: its tokenizer, or None.
         name: what messages and reports call it.
         geometry: its shapes.
+        rotary: its rotary module.
     """
 
     def __init__(
@@ -136,7 +140,7 @@ class Backbone:
         self._fingerprint: dict[str, Any] | None = None
         self._decoder: nn.Module = model.get_decoder()
         self._head: nn.Module = model.get_output_embeddings()
-        self._rotary = _rotary_module(self._decoder, name)
+        self.rotary = _rotary_module(self._decoder, name)
         # Models that bring their own code still use the older name of the argument.
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
@@ -155,7 +159,7 @@ class Backbone:
             raise BackboneError(f"'{name}' ({type(model).__name__}) is not a causal LM: it has no language-model head")
         geometry = Geometry.from_config(model.config.get_text_config(decoder=True))
         backbone = cls(model, tokenizer, name, geometry)
-        if any(hasattr(backbone._attention(i), "sinks") for i in geometry.compressible):
+        if any(hasattr(backbone.attention_module(i), "sinks") for i in geometry.compressible):
             raise BackboneError(f"'{name}' has learned attention sinks, which are not supported; give another model")
         register_attention()
         model.set_attn_implementation(ATTENTION_NAME)
@@ -254,14 +258,14 @@ class Backbone:
             cos and sin, each [B, n, rot_dim] float32; rot_dim < head_dim where only part of a head is rotated.
         """
         like = torch.empty(0, dtype=torch.float32, device=positions.device)
-        if "layer_type" in inspect.signature(self._rotary.forward).parameters:
-            return self._rotary(like, positions, layer_type="full_attention")
-        return self._rotary(like, positions)
+        if "layer_type" in inspect.signature(self.rotary.forward).parameters:
+            return self.rotary(like, positions, layer_type="full_attention")
+        return self.rotary(like, positions)
 
     @cached_property
     def rotates_halves(self) -> bool:
         """True when RoPE pairs dimension i with i + rot_dim / 2, which is what undoing it on keys relies on."""
-        attention = self._attention(self.geometry.compressible[0])
+        attention = self.attention_module(self.geometry.compressible[0])
         apply = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         if apply is None:
             return False
@@ -297,9 +301,10 @@ class Backbone:
 
     def attention_scaling(self, layer: int) -> float:
         """The factor on q.k in a layer's attention."""
-        return float(getattr(self._attention(layer), "scaling", self.geometry.head_dim**-0.5))
+        return float(getattr(self.attention_module(layer), "scaling", self.geometry.head_dim**-0.5))
 
-    def _attention(self, layer: int) -> nn.Module:
+    def attention_module(self, layer: int) -> nn.Module:
+        """The attention module of a layer."""
         block = self._decoder.get_submodule("layers")[layer]  # type: ignore[index]
         for name in ("self_attn", "attention", "attn"):
             if isinstance(module := getattr(block, name, None), nn.Module):
@@ -307,7 +312,7 @@ class Backbone:
         raise BackboneError(f"layer {layer} of '{self.name}' has no attention module that can be found")
 
     def _key_projection(self, layer: int) -> nn.Module:
-        attention = self._attention(layer)
+        attention = self.attention_module(layer)
         for name in ("k_proj", "qkv_proj", "query_key_value"):
             if isinstance(module := getattr(attention, name, None), nn.Module):
                 return module

@@ -36,6 +36,7 @@ def attention_forward(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
+    dropout: float = 0.0,
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -47,6 +48,7 @@ def attention_forward(
         key: [B, K, Q, d] of the new tokens when a store answers, of all tokens otherwise.
         value: same shape as `key`.
         attention_mask: bool [B, 1, Q, tail] when a store answers, as sdpa expects otherwise.
+        dropout: passed on to sdpa; a frozen backbone has none.
         scaling: factor on q.k; d ** -0.5 when None.
         kwargs: passed on to sdpa.
 
@@ -60,7 +62,7 @@ def attention_forward(
         return output.transpose(1, 2).contiguous(), None
     if isinstance(layer, RecordingLayer):
         layer.observe(query)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
 def _attach(key: Tensor, layer: CacheLayerMixin) -> Tensor:

@@ -94,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 def _policy_lines() -> str:
     from sekv.policies.registry import available_policies
 
-    return "\n".join(f"  {name:<16} {line}" for name, line in available_policies().items())
+    return "\n".join(f"  {name:<20} {line}" for name, line in available_policies().items())
 
 
 def build_parser() -> argparse.ArgumentParser:

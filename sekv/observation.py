@@ -1,4 +1,4 @@
-"""What policies learn from every query of a context while it is read: sums kept per layer, never the queries themselves.
+"""What policies learn from every query of a context while it is read: sums per layer, never the queries themselves.
 
 A policy names the observers it needs; the prefill runs them layer by layer and leaves their results in
 `Prefill.observed`. Memory grows with N, time with what an observer does: attention sums cost about as much as the

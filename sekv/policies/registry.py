@@ -1,4 +1,7 @@
-"""Policies by name: `snapkv`, `nestedkv[safeguard=0.1]`, `hubkv[gamma=0.5]:snapkv[window=32]`."""
+"""Policies by name: `snapkv`, `nestedkv[safeguard=0.1]`, `hubkv[gamma=0.5]:snapkv[window=32]`.
+
+After `kvpress:` stands a press as kvpress writes it: `kvpress:SnapKVPress(window_size=32)`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from sekv.policies.expected_attention import ExpectedAttentionPolicy
 from sekv.policies.h2o import H2OPolicy
 from sekv.policies.hubkv import HubKVPolicy
 from sekv.policies.keydiff import KeyDiffPolicy
+from sekv.policies.kvpress_bridge import KvpressPolicy
 from sekv.policies.kvzip import KVzipPolicy
 from sekv.policies.nestedkv import NestedKVPolicy
 from sekv.policies.observed import ObservedAttentionPolicy
@@ -26,6 +30,7 @@ from sekv.policies.streaming_llm import StreamingLLMPolicy
 from sekv.policies.tova import TOVAPolicy
 
 _WRAPPED = "base"  # the field of a policy that wraps another one
+_PRESS = "press"  # the field of a policy that takes the text after the colon as it is
 _REGISTRY: dict[str, type[Policy]] = {}
 
 
@@ -57,6 +62,7 @@ for _policy in (
     ChunkKVPolicy,
     KVzipPolicy,
     SemantiCachePolicy,
+    KvpressPolicy,
 ):
     register(_policy)
 
@@ -84,7 +90,9 @@ def build_policy(spec: str, **context: Any) -> Policy:
     parameters = {f.name: f for f in fields(policy) if f.init}
     arguments = {key: value for key, value in context.items() if key in parameters}
     arguments |= _parse_options(policy, parameters, options)
-    if separator:
+    if separator and _PRESS in parameters:
+        arguments[_PRESS] = wrapped.strip()
+    elif separator:
         if _WRAPPED not in parameters:
             raise PolicyError(f"policy '{name}' wraps no other policy; remove ':{wrapped}' from '{spec}'")
         arguments[_WRAPPED] = build_policy(wrapped, **context)
@@ -92,7 +100,7 @@ def build_policy(spec: str, **context: Any) -> Policy:
 
 
 def split_specs(text: str) -> list[str]:
-    """Splits `sekv[a=1,b=2],nestedkv` at the commas outside brackets; empty parts are refused.
+    """Splits `sekv[a=1,b=2],nestedkv` at the commas outside brackets and parentheses; empty parts are refused.
 
     Raises:
         PolicyError: a spec is empty or a bracket is not closed.
@@ -111,7 +119,7 @@ def _partition(text: str, separator: str) -> tuple[str, str, str]:
     """`str.partition` at the first separator outside brackets."""
     depth = 0
     for i, character in enumerate(text):
-        depth += (character == "[") - (character == "]")
+        depth += (character in "[(") - (character in "])")
         if depth < 0:
             break
         if depth == 0 and character == separator:
@@ -143,7 +151,7 @@ def _parse_head(head: str, spec: str) -> tuple[str, dict[str, str]]:
 def _parse_options(policy: type[Policy], parameters: dict[str, Field[Any]], options: dict[str, str]) -> dict[str, Any]:
     hints = get_type_hints(policy)
     # A field of any other type is a part, not an option: the wrapped policy, the adapter.
-    known = {key: parser for key in parameters if (parser := _parser(hints[key]))}
+    known = {key: parser for key in parameters if key != _PRESS and (parser := _parser(hints[key]))}
     parsed = {}
     for key, text in options.items():
         if key not in known and _WRAPPED in parameters and key in {f.name for f in fields(policy) if not f.init}:

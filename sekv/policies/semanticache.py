@@ -90,9 +90,10 @@ class SemantiCachePolicy(Policy):
         shortest = shortest.clamp_min(1)[:, None]
         longest = (shortest * _FORCED).clamp_min(_LONGEST)
         place = (free.long().cumsum(dim=1) - 1).clamp_min(0)
-        cuts = _last_of_cell(place // shortest, self._delimits(prefill) & free)
+        several = (cores > 3)[:, None]
+        cuts = _last_of_cell(place // shortest, self._delimits(prefill) & free & several)
         empty = _cell_sums(place // longest, cuts) == 0
-        return cuts | (_last_of_cell(place // longest, free) & empty & (place % longest == longest - 1))
+        return cuts | (_last_of_cell(place // longest, free & several) & empty & (place % longest == longest - 1))
 
     def _delimits(self, prefill: Prefill) -> Tensor:
         """Tokens [B, N] whose text holds a delimiter; none without a tokenizer."""
@@ -113,7 +114,7 @@ class SemantiCachePolicy(Policy):
         return MergedStore(merged_key, merge_rows(value, row, n_rows)[0], size, prefill.lengths)
 
     def row_of_token(self, key: Tensor, mask: Tensor, plan: ChunkPlan) -> Tensor:
-        """The row of each token [B, K, N], numbered in the order of their first tokens; padding has the largest rows."""
+        """The row of each token [B, K, N], numbered by their first tokens; padding has the number of rows."""
         batch, kv_heads, n, dim = key.shape
         chunks, longest = plan.index.shape[1:]
         unit = unit_keys(key, mask)
@@ -163,7 +164,8 @@ def _chunk_tables(free: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     index = torch.zeros(batch, n_chunks * longest + 1, dtype=torch.long, device=free.device)
     index.scatter_(1, slot, torch.arange(n, device=free.device).expand(batch, -1))
     real = torch.zeros_like(index, dtype=torch.bool).scatter_(1, slot, free)
-    return tuple(t[:, :-1].unflatten(1, (n_chunks, longest)) for t in (index, real))  # type: ignore[return-value]
+    shape = (batch, n_chunks, longest)
+    return index[:, :-1].reshape(shape), real[:, :-1].reshape(shape)
 
 
 def _seeds(similarity: Tensor, real: Tensor, threshold: Tensor) -> Tensor:

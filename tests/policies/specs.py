@@ -22,6 +22,14 @@ EVICTING = (
     "hubkv",
     "hubkv:snapkv",
     "hubkv:nestedkv",
+    "hubkv:kvzip",
+    "h2o",
+    "observed",
+    "tova",
+    "expected_attention[allocation=headwise]",
+    "pyramidkv[window=8,tail=8,beta=5]",
+    "chunkkv[chunk_length=4,reuse=2]",
+    "kvzip[chunk_size=50]",
 )
 """Policies that drop tokens; they work at every budget."""
 
@@ -30,6 +38,7 @@ SMALLEST_SHARE = {
     **dict.fromkeys(EVICTING, 0.0),
     "sekv[routing=mean,tail=8]": 0.5,
     "sekv[routing=oracle,tail=8,max_span=16]": 0.5,
+    "semanticache[tail=8]": 0.5,
 }
 """Every policy of the matrix, and the share of a context of 90 tokens below which it refuses a budget."""
 

@@ -10,9 +10,14 @@ import pytest
 import sekv.policies.registry as registry
 from sekv.errors import PolicyError
 from sekv.policies.base import FullPolicy
+from sekv.policies.chunkkv import ChunkKVPolicy
+from sekv.policies.expected_attention import ExpectedAttentionPolicy
+from sekv.policies.h2o import H2OPolicy
 from sekv.policies.hubkv import HubKVPolicy
 from sekv.policies.keydiff import KeyDiffPolicy
+from sekv.policies.kvzip import KVzipPolicy
 from sekv.policies.nestedkv import NestedKVPolicy
+from sekv.policies.pyramidkv import PyramidKVPolicy
 from sekv.policies.registry import available_policies, build_policy, register, split_specs
 from sekv.policies.snapkv import SnapKVPolicy
 from tests.policies.specs import SMALLEST_SHARE
@@ -48,6 +53,11 @@ def optional(monkeypatch):
         ("hubkv", HubKVPolicy(base=KeyDiffPolicy())),
         ("hubkv:snapkv", HubKVPolicy(base=SnapKVPolicy())),
         ("hubkv[gamma=0.25]:snapkv[window=32]", HubKVPolicy(gamma=0.25, base=SnapKVPolicy(window=32))),
+        ("h2o[recent_share=0.25]", H2OPolicy(recent_share=0.25)),
+        ("pyramidkv", PyramidKVPolicy(layers="pyramid", beta=20.0)),
+        ("chunkkv", ChunkKVPolicy(base=SnapKVPolicy())),
+        ("hubkv:kvzip", HubKVPolicy(base=KVzipPolicy(layers="pooled"))),
+        ("expected_attention[covariance=false]", ExpectedAttentionPolicy(covariance=False)),
     ],
 )
 def test_specs(spec, policy):
@@ -91,6 +101,10 @@ def test_context_reaches_the_policies_that_ask_for_it(optional):
         ("keydiff[sinks=-1]", "sinks must be 0 or more"),
         ("keydiff[allocation=fair]", "allocation 'fair' is unknown; give uniform or headwise"),
         ("keydiff[safeguard=2]", "safeguard must be from 0 to 1"),
+        ("keydiff[layers=tower]", "layers 'tower' is unknown; give uniform, pyramid or pooled"),
+        ("keydiff[layers=pooled]", "layers=pooled lets heads compete; give allocation=headwise with it"),
+        ("keydiff[beta=0.5]", "beta must be 1 or more, got 0.5"),
+        ("chunkkv:chunkkv", "chunkkv refines a scorer"),
         ("snapkv[window]", "option 'window' in .* is malformed"),
         ("snapkv[window=1,window=2]", "option 'window' is given twice"),
         ("snapkv[window=1", "brackets in policy spec .* do not match"),
@@ -107,9 +121,10 @@ def test_wrong_specs(optional, spec, message):
 
 
 def test_split_specs():
-    text = "sekv[a=1,b=2], nestedkv,hubkv[gamma=1]:snapkv[window=8,sinks=1]"
-    assert split_specs(text) == ["sekv[a=1,b=2]", "nestedkv", "hubkv[gamma=1]:snapkv[window=8,sinks=1]"]
-    for wrong in ("", "full,", "full,,keydiff", "snapkv[window=1,full"):
+    text = "sekv[a=1,b=2], nestedkv,hubkv[gamma=1]:snapkv[window=8,sinks=1],kvpress:A(b=C(d=1,e=2),f=3)"
+    expected = ["sekv[a=1,b=2]", "nestedkv", "hubkv[gamma=1]:snapkv[window=8,sinks=1]", "kvpress:A(b=C(d=1,e=2),f=3)"]
+    assert split_specs(text) == expected
+    for wrong in ("", "full,", "full,,keydiff", "snapkv[window=1,full", "kvpress:A(b=1,full"):
         with pytest.raises(PolicyError):
             split_specs(wrong)
 

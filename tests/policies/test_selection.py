@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sekv.policies.selection import keep_headwise, keep_uniform, protect, top
+from sekv.policies.selection import keep_headwise, keep_uniform, pooled_rows, protect, pyramid_rows, top
 from tests.policies.specs import left_padding, randn
 
 LENGTHS = [1, 2, 3, 37, 60]
@@ -97,3 +97,41 @@ def test_beyond_the_protected_tokens_the_highest_scores_are_kept():
     assert torch.equal(keep[..., 4:42], top(middle, torch.tensor(3)))
     assert keep[..., :4].all()
     assert keep[..., 42:].all()
+
+
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(0.01, 1)), min_size=1, max_size=4), st.data())
+@settings(max_examples=100, deadline=None)
+def test_a_pyramid_keeps_the_total_and_falls(contexts, data):
+    lengths = torch.tensor([n for n, _ in contexts])
+    rows = torch.tensor([max(1, int(n * share)) for n, share in contexts])
+    n_layers, protected = data.draw(st.integers(1, 40)), data.draw(st.integers(0, 20))
+    beta = data.draw(st.floats(1, 50))
+    found = pyramid_rows(rows, lengths, protected, n_layers, beta)
+    assert found.shape == (len(contexts), n_layers)
+    assert found.sum(dim=1).tolist() == (n_layers * rows).tolist()
+    assert (found >= 1).all()
+    assert (found <= lengths[:, None]).all()
+    assert (found >= torch.minimum(rows, torch.tensor(max(1, protected)))[:, None]).all()
+    assert (found.diff(dim=1) <= 1).all()  # falling, but for rounding
+
+
+def test_a_pyramid_by_hand():
+    rows, lengths = torch.tensor([110, 90]), torch.tensor([1000, 100])
+    # 100 rows are free: from 190 down to 10, and where only 90 fit, from 90 down to 70.
+    assert pyramid_rows(rows, lengths, 10, 3, 10.0).tolist() == [[200, 110, 20], [100, 90, 80]]
+    assert pyramid_rows(rows, lengths, 10, 3, 1.0).tolist() == [[110] * 3, [90] * 3]
+
+
+def test_pooled_layers_compete_for_the_same_rows():
+    low, high = (
+        protect(randn(1, 2, 50), left_padding([50]), 1, 0),
+        protect(randn(1, 2, 50) + 3, left_padding([50]), 1, 0),
+    )
+    rows = torch.tensor([10])
+    per_layer = pooled_rows([low, high], rows, 0.2)
+    assert per_layer.shape == (1, 2)
+    assert float(per_layer.sum()) == 20
+    assert float(per_layer[0, 0]) >= 2  # each head keeps its safeguard
+    assert per_layer[0, 1] > per_layer[0, 0]
+    kept = [keep_headwise(scores, per_layer[:, i], 0.2) for i, scores in enumerate((low, high))]
+    assert [int(k.sum()) for k in kept] == (2 * per_layer[0]).round().long().tolist()
