@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Sequence
 
 
@@ -20,8 +18,3 @@ def match_any(output: str, answers: Sequence[str]) -> float:
 
 
 METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {"match_all": match_all, "match_any": match_any}
-
-
-def standard_error(scores: Sequence[float]) -> float:
-    """Standard error of the mean of `scores`; 0 for a single one."""
-    return statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else 0.0

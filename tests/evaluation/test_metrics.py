@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from sekv.evaluation.metrics import match_all, match_any, standard_error
+from sekv.evaluation.metrics import match_all, match_any
 
 
 @pytest.mark.parametrize(
@@ -19,12 +19,6 @@ from sekv.evaluation.metrics import match_all, match_any, standard_error
 )
 def test_match_all_golden_values(output: str, answers: list[str], score: float) -> None:
     assert match_all(output, answers) == pytest.approx(score)
-
-
-def test_standard_error_golden_values() -> None:
-    assert standard_error([40.0]) == 0.0
-    assert standard_error([0.0, 100.0]) == pytest.approx(50.0)
-    assert standard_error([0.0, 100.0, 100.0, 100.0]) == pytest.approx(25.0)
 
 
 @pytest.mark.parametrize(
