@@ -61,8 +61,11 @@ a task is one of
                      [haystack=FILE] gives the essay tasks a text, [data=FILE] the qa tasks SQuAD's or HotpotQA's JSON
   ppl:LENGTH         perplexity of 256 tokens after a compressed context, LENGTH tokens in all, and its ratio to the
                      full cache's, over held-out English or [text=FILE]
+  longbench:NAME, longbench_e:NAME, infinitebench:NAME, loogle:NAME, gsm8k, mmlu_pro, mmlu_pro:CATEGORY
+                     with their own prompts, answer lengths and metrics, from the Hub or from the published files in
+                     [data=FOLDER]; [max_length=N] leaves out the middle of longer prompts
   FILE.jsonl         lines with task, context, question, answer_prefix (texts), answers (list of texts), and optionally
-                     max_new_tokens (64) and metric (match_all or match_any)
+                     max_new_tokens (64) and metric (match_all, match_any, qa_f1, rouge_l, ...)
 
 DIR gets samples.jsonl (every answer, as it comes), then results.json and results.csv (one entry per policy, task and
   budget, with 95% bootstrap intervals) and scores.png. Killed and run again, the command goes on where it stopped;
@@ -121,6 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sekv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands.add_parser("train", add_help=False, help="train a SeKV adapter: --config FILE [--help for all settings]")
+    commands.add_parser("lm-eval", add_help=False, help="run lm-eval with the model sekv: run --model sekv --tasks ...")
     _add_export(commands)
     _add_evaluate(commands)
     _add_sweep(commands)
@@ -246,6 +250,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["train"]:  # its flags belong to Lightning's own parser
         return int(_training_module("train.cli").main(arguments[1:]))
+    if arguments[:1] == ["lm-eval"]:  # likewise lm-eval's
+        return _lm_eval(arguments[1:])
     parser = build_parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -262,6 +268,21 @@ def _training_module(name: str) -> ModuleType:
         if package not in _TRAINING_PACKAGES:
             raise
         raise SeKVError(f"this command needs the package '{package}'; run: pip install 'sekv[train]'") from None
+
+
+def _lm_eval(arguments: list[str]) -> int:
+    try:
+        from lm_eval._cli.harness import HarnessCLI
+
+        import sekv.evaluation.lm_eval_model  # noqa: F401  registers the model
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise SeKVError("this command needs the package 'lm-eval'; run: pip install 'sekv[lm-eval]'") from None
+    sys.argv = ["sekv lm-eval", *arguments]
+    harness = HarnessCLI()
+    harness.execute(harness.parse_args())
+    return 0
 
 
 def _export(options: argparse.Namespace) -> int:

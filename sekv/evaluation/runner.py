@@ -255,7 +255,7 @@ class _Reading:
             found = ask(
                 self.context, policy, budget, self.question.prompt, sample.max_new_tokens, query_aware=self.query_aware
             )
-            scores = {"score": METRICS[sample.metric](found.text, sample.answers)}
+            scores = {"score": METRICS[sample.metric](found.text, sample.answers, sample.classes)}
         return Record(
             policy=key.policy,
             task=key.task,
@@ -322,9 +322,12 @@ def budget_number(budget: Budget) -> float | int:
 
 def _question(backbone: Backbone, sample: Sample, seed: int) -> Question:
     prompt = sample.prompt or split_prompt(
-        backbone.tokenizer, sample.context, sample.question, sample.answer_prefix, sample.chat
+        backbone.tokenizer, sample.context, sample.question, sample.answer_prefix, sample.chat, sample.separator
     )
-    prompt = prompt.fit(backbone.geometry.max_positions, sample.max_new_tokens)
+    positions = backbone.geometry.max_positions
+    if sample.max_length is not None:
+        positions = min(positions, sample.max_length + sample.max_new_tokens)
+    prompt = prompt.fit(positions, sample.max_new_tokens)
     told = [prompt.context_ids, prompt.question_ids, sample.answers, sample.max_new_tokens, sample.metric]
     digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
     return Question(sample, prompt, seed, digest)

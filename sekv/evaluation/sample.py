@@ -28,6 +28,9 @@ class Sample:
         metric: name of the score, see `sekv.evaluation.metrics`; `perplexity` scores the question's tokens instead.
         prompt: token ids where the task makes them itself; None leaves that to the backbone's chat template.
         chat: apply the chat template.
+        separator: between the context and the question.
+        classes: all labels, for classification.
+        max_length: most tokens of the prompt, which loses its middle to keep to it; None for as many as fit.
     """
 
     task: str
@@ -41,6 +44,9 @@ class Sample:
     metric: str = "match_all"
     prompt: Prompt | None = None
     chat: bool = True
+    separator: str = "\n"
+    classes: tuple[str, ...] = ()
+    max_length: int | None = None
 
 
 class Task(ABC):

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from sekv.errors import DataError
+from sekv.evaluation.benchmarks.task import BENCHMARKS, BenchmarkTask
 from sekv.evaluation.files import FileTask
 from sekv.evaluation.needle import MIN_LENGTH, make_needle
 from sekv.evaluation.perplexity import PerplexityTask
@@ -21,7 +22,7 @@ _NEEDLE_DEPTHS = 11  # samples of the needle task when no limit is given: depths
 _NEEDLE_NEW_TOKENS = 32
 _ALLOWED = (
     "a JSONL file, niah:LENGTH such as niah:4096 (the generated needle task, LENGTH in tokens), ruler:NAME:LENGTH "
-    "such as ruler:vt:4096, or ppl:LENGTH"
+    "such as ruler:vt:4096, ppl:LENGTH, or a benchmark such as longbench:hotpotqa or gsm8k"
 )
 
 
@@ -106,6 +107,8 @@ def _parse_task(spec: str) -> Task:
         if unknown := sorted(options.keys() - {"text"}):
             raise DataError(f"task '{spec}' has no option '{unknown[0]}'; its options: text")
         return PerplexityTask(length, options.get("text"))
+    if re.split(r"[:\[]", spec)[0] in BENCHMARKS:
+        return BenchmarkTask(*_parse_parts(r"(\w+)(?::([\w .-]+))?", spec, spec, "longbench:hotpotqa[data=FOLDER]"))
     path = Path(spec)
     if path.is_file():
         return FileTask(path)
@@ -122,7 +125,8 @@ def _parse_parts(pattern: str, spec: str, rest: str, example: str) -> tuple[Any,
     if match is None:
         raise DataError(f"task '{spec}' is malformed; write it as {example}")
     *parts, options = match.groups()
-    return *(int(part) if part.isdecimal() else part for part in parts), parse_options(spec, options or "")
+    values = (int(part) if part and part.isdecimal() else part or "" for part in parts)
+    return *values, parse_options(spec, options or "")
 
 
 def parse_options(spec: str, text: str) -> dict[str, str]:
