@@ -82,7 +82,7 @@ the file, with its optional keys:
   limit: 20                     # samples of each task and seed
   baseline: nestedkv            # paired differences to it, in paired.json and paired.csv
   query_aware: false
-  backbone: smollm2-135m        # and adapter, dtype, device, as for sekv evaluate
+  backbone: smollm2-135m        # and adapter, dtype, device, cache, as for sekv evaluate
 
 on several devices or machines:
   torchrun --nproc-per-node 8 -m sekv sweep sweep.yaml
@@ -165,6 +165,7 @@ def _add_evaluate(commands: Any) -> None:
     command.add_argument("--baseline", metavar="P", help="one of the policies, to compare the others with per sample")
     command.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
     command.add_argument("--restart", action="store_true", help=_RESTART_HELP)
+    command.add_argument("--cache", type=Path, metavar="DIR", help="keep contexts once read here, as large as their KV")
     command.set_defaults(handler=_evaluate)
 
 
@@ -310,6 +311,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         seeds=[options.seed],
         query_aware=options.query_aware,
         baseline=options.baseline,
+        cache=options.cache,
     )
     session = Session(options.backbone, options.dtype, options.device, options.restart)
     session.run(evaluation, Console(), Console(stderr=True))

@@ -31,6 +31,7 @@ from sekv.generation import Answer, ask, memory_ids, read_context
 from sekv.policies.base import FullPolicy, Policy, compress
 from sekv.policies.registry import build_policy
 from sekv.prefill import Prefill
+from sekv.prefill_cache import PrefillCache
 from sekv.prompt import Prompt, split_prompt
 
 OnRecord = Callable[[Record], None]
@@ -66,6 +67,7 @@ class Evaluation:
         seeds: of generated samples.
         query_aware: compress the question with the context.
         baseline: specification of the policy that the others are compared with, or None.
+        cache: folder that keeps contexts once read, or None.
     """
 
     policies: dict[str, Policy]
@@ -77,6 +79,7 @@ class Evaluation:
     seeds: tuple[int, ...] = (0,)
     query_aware: bool = False
     baseline: str | None = None
+    cache: Path | None = None
 
     @classmethod
     def plan(
@@ -91,6 +94,7 @@ class Evaluation:
         seeds: Sequence[int] = (0,),
         query_aware: bool = False,
         baseline: str | None = None,
+        cache: str | Path | None = None,
     ) -> Evaluation:
         """Checks every part.
 
@@ -104,6 +108,7 @@ class Evaluation:
             seeds: of generated samples; other samples are the same for all and are asked once.
             query_aware: compress the question with the context.
             baseline: one of `policies`, for paired differences, or None.
+            cache: folder that keeps contexts once read, for this run and later ones, or None.
 
         Raises:
             SeKVError: of the kind that names what is wrong.
@@ -123,7 +128,9 @@ class Evaluation:
         folder = _writable(Path(output))
         loaded = SeKVAdapter.from_pretrained(adapter) if isinstance(adapter, (str, Path)) else adapter
         built = {spec: build_policy(spec, adapter=loaded) for spec in policies}
-        return cls(built, sources, parsed, folder, loaded, limit, tuple(dict.fromkeys(seeds)), query_aware, baseline)
+        kept = None if cache is None else Path(cache)
+        seeds = tuple(dict.fromkeys(seeds))
+        return cls(built, sources, parsed, folder, loaded, limit, seeds, query_aware, baseline, kept)
 
     def prepare(self, backbone: Backbone) -> list[Question]:
         """Fits the evaluation to a backbone: checks the adapter, makes the prompts, tries the budgets on their lengths.
@@ -211,16 +218,17 @@ class Evaluation:
         Raises:
             BudgetError: a context needs more rows than a budget gives.
         """
+        reader = _Reader(backbone, list(self.policies.values()), self.cache)
         with journal:
             for question in journal.shard.part(questions):
-                self._answer(backbone, question, journal, on_record)
+                self._answer(reader, question, journal, on_record)
         return journal.finish(self.keys(questions), self.baseline)
 
-    def _answer(self, backbone: Backbone, question: Question, journal: Journal, on_record: OnRecord | None) -> None:
+    def _answer(self, reader: _Reader, question: Question, journal: Journal, on_record: OnRecord | None) -> None:
         missing = [key for key in self.keys([question]) if key not in journal.records]
         if not missing:
             return
-        reading = _Reading(backbone, question, list(self.policies.values()), self.query_aware)
+        reading = reader.read(question, self.query_aware)
         for key in missing:
             policy = self.policies[key.policy]
             same = (key._replace(budget=budget_number(budget)) for budget in self.budgets)
@@ -234,14 +242,34 @@ class Evaluation:
                 on_record(record)
 
 
-class _Reading:
-    """One context, read at the first answer that needs it."""
+class _Reader:
+    """Reads contexts; questions about one context that follow one another share what was read."""
 
-    def __init__(self, backbone: Backbone, question: Question, policies: list[Policy], query_aware: bool) -> None:
+    def __init__(self, backbone: Backbone, policies: list[Policy], cache: Path | None) -> None:
+        self._backbone, self._policies = backbone, policies
+        self._cache = None if cache is None else PrefillCache(cache, backbone)
+        self._last: tuple[list[int], Prefill, float] | None = None
+
+    def read(self, question: Question, query_aware: bool) -> _Reading:
+        """The context of a question."""
+        ids = memory_ids(question.prompt, query_aware)
+        if self._last is None or self._last[0] != ids:
+            self._last = None  # frees the last context before the next one is read
+            start = time.perf_counter()
+            if self._cache is not None:
+                context = self._cache.read(ids, self._policies)
+            else:
+                context = read_context(self._backbone, ids, self._policies)
+            self._last = ids, context, time.perf_counter() - start
+        return _Reading(question, query_aware, *self._last[1:])
+
+
+class _Reading:
+    """A question and its context."""
+
+    def __init__(self, question: Question, query_aware: bool, context: Prefill, prefill_seconds: float) -> None:
         self.question, self.query_aware = question, query_aware
-        start = time.perf_counter()
-        self.context = read_context(backbone, memory_ids(question.prompt, query_aware), policies)
-        self.prefill_seconds = time.perf_counter() - start
+        self.context, self.prefill_seconds = context, prefill_seconds
         self._full_nll: float | None = None
 
     def record(self, key: Key, policy: Policy) -> Record:

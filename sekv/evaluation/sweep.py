@@ -30,6 +30,7 @@ class Sweep:
         baseline: one of the policies, which the others are compared with on the same samples.
         query_aware: compress the question with the context.
         adapter: folder of a trained adapter.
+        cache: folder that keeps contexts once read.
         backbone: name, folder or Hub id.
         dtype: of the backbone.
         device: of the backbone.
@@ -45,6 +46,7 @@ class Sweep:
     baseline: str | None = None
     query_aware: bool = False
     adapter: str | None = None
+    cache: str | None = None
     backbone: str = "smollm2-135m"
     dtype: str = "auto"
     device: str = "auto"
@@ -110,6 +112,7 @@ class Sweep:
             seeds=self.seeds,
             query_aware=self.query_aware,
             baseline=self.baseline,
+            cache=self.cache,
         )
 
     def session(self, restart: bool = False) -> Session:

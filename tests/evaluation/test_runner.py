@@ -332,3 +332,20 @@ def test_a_baseline_is_compared_with_per_sample(tiny_backbone, task_file: Path, 
     assert (row["policy"], row["baseline"], row["n"]) == ("keydiff", "full", 3)
     with pytest.raises(PolicyError, match="baseline 'snapkv' is not among the policies: full"):
         Evaluation.plan(["full"], [str(task_file)], [0.3], tmp_path / "out", baseline="snapkv")
+
+
+def test_questions_about_one_context_read_it_once_and_a_cache_keeps_it(
+    tiny_backbone, tmp_path: Path, monkeypatch
+) -> None:
+    line = {"task": "t", "context": " ".join(SENTENCES), "answer_prefix": "", "answers": ["1"], "max_new_tokens": 4}
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(line | {"question": f"Room {i}?"}) + "\n" for i in range(3)))
+    reads = []
+    real = runner.read_context
+    monkeypatch.setattr(runner, "read_context", lambda *args: reads.append(args) or real(*args))
+    evaluate(tiny_backbone, POLICIES, [str(path)], [0.3], tmp_path / "plain")
+    assert len(reads) == 1
+    for folder in ("one", "two"):
+        evaluate(tiny_backbone, POLICIES, [str(path)], [0.3], tmp_path / folder, cache=tmp_path / "cache")
+        assert plain(tmp_path / folder / "samples.jsonl") == plain(tmp_path / "plain" / "samples.jsonl")
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
