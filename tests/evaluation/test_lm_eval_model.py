@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import wonderwords
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from sekv.evaluation.lm_eval_model import SeKVLM
 
-CONTEXT = "Ann keeps bees. Bob keeps a goat. " * 12
+CONTEXT = "Ann keeps bees. Bob keeps a goat. " * 12 + "So it is."
 
 
 def requests(kind: str, *arguments) -> list[Instance]:
@@ -70,8 +73,13 @@ def test_what_has_no_context_is_refused(tiny_backbone) -> None:
 
 
 @pytest.mark.usefixtures("no_network")
-def test_lm_evals_own_ruler_needle_runs_offline(make_tiny_backbone, tmp_path) -> None:
-    pytest.importorskip("nltk")
+def test_lm_evals_own_ruler_needle_runs_offline(make_tiny_backbone, tmp_path, monkeypatch) -> None:
+    nltk = pytest.importorskip("nltk")
+    # lm-eval sorts every pair of words when it is imported: six million strings, of which a few will do.
+    few = SimpleNamespace(_categories={kind: ["amber", "brisk", "cedar"] for kind in ("nouns", "adjectives", "verbs")})
+    monkeypatch.setattr(wonderwords, "RandomWord", lambda: few)
+    # Its noise haystack needs no sentences, so the model that finds them need not be there.
+    monkeypatch.setattr(nltk.data, "find", lambda name: name)
     backbone = make_tiny_backbone("llama")
     backbone.tokenizer.save_pretrained(tmp_path)
     results = simple_evaluate(

@@ -308,16 +308,16 @@ def test_a_folder_of_another_run_is_refused_before_a_context_is_read(
     tiny_backbone, make_tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
     out = tmp_path / "out"
-    evaluate(tiny_backbone, ["full"], ["niah:400"], [1.0], out, limit=1)
+    evaluate(tiny_backbone, ["full"], ["niah:1200"], [1.0], out, limit=1)
     monkeypatch.setattr(runner, "read_context", lambda *args: pytest.fail("a context was read"))
     other = make_tiny_backbone("llama", seed=7)
     for backbone, change, message in (
         (other, {}, "another run .backbone"),
         (tiny_backbone, {"query_aware": True}, "query_aware: false there, true here"),
-        (tiny_backbone, {"limit": 3}, "another sample 0 of niah:400"),
+        (tiny_backbone, {"limit": 3}, "another sample 0 of niah:1200"),
     ):
         with pytest.raises(DataError, match=message):
-            evaluate(backbone, ["full"], ["niah:400"], [1.0], out, **({"limit": 1} | change))
+            evaluate(backbone, ["full"], ["niah:1200"], [1.0], out, **({"limit": 1} | change))
 
 
 def test_seeds_multiply_generated_samples_only(tiny_backbone, task_file: Path, tmp_path: Path) -> None:
