@@ -1,4 +1,4 @@
-"""The `sekv` command: train | plan | export | evaluate | generate.
+"""The `sekv` command: train | plan | export | evaluate | sweep | generate.
 
 Nothing heavy is imported before a subcommand runs, so that `--help` and a mistyped flag answer at once.
 """
@@ -37,6 +37,8 @@ _TRAINING_PACKAGES = {
     "typeshed_client",
 }
 
+_RESTART_HELP = "throw away the answers that DIR holds, instead of going on with them"
+
 _MAIN_EPILOG = """\
 a first session:
   sekv generate --backbone smollm2-135m --policy keydiff --budget 0.2 --context-file notes.txt --question "Who called?"
@@ -58,11 +60,34 @@ a task is one of
   ruler:NAME:LENGTH  a task of RULER, prompt and answer within LENGTH tokens; NAME is niah_single_1 to 3,
                      niah_multikey_1 to 3, niah_multivalue, niah_multiquery, vt, cwe, fwe, qa_1 or qa_2.
                      [haystack=FILE] gives the essay tasks a text, [data=FILE] the qa tasks SQuAD's or HotpotQA's JSON
+  ppl:LENGTH         perplexity of 256 tokens after a compressed context, LENGTH tokens in all, and its ratio to the
+                     full cache's, over held-out English or [text=FILE]
+  longbench:NAME, longbench_e:NAME, infinitebench:NAME, loogle:NAME, gsm8k, mmlu_pro, mmlu_pro:CATEGORY
+                     with their own prompts, answer lengths and metrics, from the Hub or from the published files in
+                     [data=FOLDER]; [max_length=N] leaves out the middle of longer prompts
   FILE.jsonl         lines with task, context, question, answer_prefix (texts), answers (list of texts), and optionally
-                     max_new_tokens (64) and metric (match_all or match_any)
+                     max_new_tokens (64) and metric (match_all, match_any, qa_f1, rouge_l, ...)
 
-DIR gets results.json and results.csv (one entry per policy, task and budget), samples.jsonl (every output) and
-  scores.png."""
+DIR gets samples.jsonl (every answer, as it comes), then results.json and results.csv (one entry per policy, task and
+  budget, with 95% bootstrap intervals) and scores.png. Killed and run again, the command goes on where it stopped;
+  more policies, budgets or tasks may be added to the same DIR. torchrun and SLURM share the work over processes."""
+
+_SWEEP_EPILOG = """\
+the file, with its optional keys:
+  policies: [full, nestedkv, "hubkv:keydiff", "sekv[routing=mean]"]
+  budgets: [0.05, 0.1, 0.2]
+  tasks: ["niah:{length}", "ruler:vt:{length}", "ppl:{length}", questions.jsonl]
+  lengths: [2048, 4096]
+  output: results/sweep
+  seeds: [0, 1]                 # of generated samples; default [0]
+  limit: 20                     # samples of each task and seed
+  baseline: nestedkv            # paired differences to it, in paired.json and paired.csv
+  query_aware: false
+  backbone: smollm2-135m        # and adapter, dtype, device, cache, as for sekv evaluate
+
+on several devices or machines:
+  torchrun --nproc-per-node 8 -m sekv sweep sweep.yaml
+  srun --ntasks 32 sekv sweep sweep.yaml"""
 
 _GENERATE_EPILOG = """\
 examples:
@@ -109,8 +134,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands.add_parser("train", add_help=False, help="train a SeKV adapter: --config FILE [--help for all settings]")
     commands.add_parser("plan", add_help=False, help="say what a training run needs, before anything is downloaded")
+    commands.add_parser("lm-eval", add_help=False, help="run lm-eval with the model sekv: run --model sekv --tasks ...")
     _add_export(commands)
     _add_evaluate(commands)
+    _add_sweep(commands)
     _add_generate(commands)
     return parser
 
@@ -148,8 +175,26 @@ def _add_evaluate(commands: Any) -> None:
     command.add_argument("--limit", type=int, metavar="N", help="most samples of each task (default: all)")
     command.add_argument("--seed", type=int, default=0, metavar="S", help="of generated tasks (default: 0)")
     command.add_argument("--query-aware", action="store_true", help="compress the question together with the context")
+    command.add_argument("--baseline", metavar="P", help="one of the policies, to compare the others with per sample")
     command.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
+    command.add_argument("--restart", action="store_true", help=_RESTART_HELP)
+    command.add_argument("--cache", type=Path, metavar="DIR", help="keep contexts once read here, as large as their KV")
     command.set_defaults(handler=_evaluate)
+
+
+def _add_sweep(commands: Any) -> None:
+    command = commands.add_parser(
+        "sweep",
+        help="evaluate policies x budgets x tasks x lengths x seeds from one YAML",
+        description="Run every combination of one YAML; killed and run again, it goes on where it stopped.",
+        epilog=_SWEEP_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.lists_policies = True
+    command.add_argument("config", type=Path, metavar="FILE", help="the YAML, see below")
+    command.add_argument("--output", type=Path, metavar="DIR", help="folder for results, instead of the file's")
+    command.add_argument("--restart", action="store_true", help=_RESTART_HELP)
+    command.set_defaults(handler=_sweep)
 
 
 def _add_generate(commands: Any) -> None:
@@ -221,6 +266,8 @@ def _dispatch(arguments: list[str]) -> int:
         return int(_training_module("train.cli").main(arguments[1:]))
     if arguments[:1] == ["plan"]:
         return int(_training_module("train.plan").main(arguments[1:]))
+    if arguments[:1] == ["lm-eval"]:  # likewise lm-eval's
+        return _lm_eval(arguments[1:])
     parser = build_parser()
     options = parser.parse_args(arguments)
     if options.command is None:
@@ -237,6 +284,21 @@ def _training_module(name: str) -> ModuleType:
         if package not in _TRAINING_PACKAGES:
             raise
         raise SeKVError(f"this command needs the package '{package}'; run: pip install 'sekv[train]'") from None
+
+
+def _lm_eval(arguments: list[str]) -> int:
+    try:
+        from lm_eval._cli.harness import HarnessCLI
+
+        import sekv.evaluation.lm_eval_model  # noqa: F401  registers the model
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "lm_eval":
+            raise
+        raise SeKVError("this command needs the package 'lm-eval'; run: pip install 'sekv[lm-eval]'") from None
+    sys.argv = ["sekv lm-eval", *arguments]
+    harness = HarnessCLI()
+    harness.execute(harness.parse_args())
+    return 0
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -257,13 +319,9 @@ def _export(options: argparse.Namespace) -> int:
 
 def _evaluate(options: argparse.Namespace) -> int:
     from rich.console import Console
-    from rich.markup import escape
 
-    from sekv.backbone import load_backbone
-    from sekv.evaluation.plots import plot_scores
-    from sekv.evaluation.records import PLOT
-    from sekv.evaluation.report import answer_progress, results_table
     from sekv.evaluation.runner import Evaluation
+    from sekv.evaluation.session import Session
     from sekv.evaluation.tasks import split_tasks
     from sekv.policies.registry import split_specs
 
@@ -275,22 +333,23 @@ def _evaluate(options: argparse.Namespace) -> int:
         options.output,
         adapter=options.adapter,
         limit=options.limit,
-        seed=options.seed,
+        seeds=[options.seed],
         query_aware=options.query_aware,
+        baseline=options.baseline,
+        cache=options.cache,
     )
-    errors = Console(stderr=True)
-    with errors.status(f"loading {escape(options.backbone)}"):
-        backbone = load_backbone(options.backbone, options.dtype, options.device)
-    with errors.status("preparing the tasks"):
-        questions = evaluation.prepare(backbone)
-    replaced = evaluation.has_earlier_results
-    with answer_progress(errors) as progress:
-        bar = progress.add_task("answers", total=len(questions) * evaluation.answers_per_question)
-        results = evaluation.run(backbone, questions, on_record=lambda record: progress.advance(bar))
-    plot_scores(results, evaluation.output / PLOT)
-    for task in dict.fromkeys(result.task for result in results):
-        Console().print(results_table(results, task))
-    print(f"written to {evaluation.output}{', earlier results were replaced' if replaced else ''}")
+    session = Session(options.backbone, options.dtype, options.device, options.restart)
+    session.run(evaluation, Console(), Console(stderr=True))
+    return 0
+
+
+def _sweep(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from sekv.evaluation.sweep import Sweep
+
+    sweep = Sweep.read(options.config)
+    sweep.session(options.restart).run(sweep.plan(options.output), Console(), Console(stderr=True))
     return 0
 
 

@@ -57,8 +57,9 @@ def split_prompt(
     question: str,
     answer_prefix: str = "",
     use_chat_template: bool = True,
+    separator: str = "\n",
 ) -> Prompt:
-    """Applies the chat template once to `context + newline + question`, then splits the text at the end of the context.
+    """Applies the chat template once to `context + separator + question`, then splits the text behind the context.
 
     The two parts are encoded apart, so the context's ids do not depend on the question; decoded one after the other
     they give the template's text followed by `answer_prefix`.
@@ -69,6 +70,7 @@ def split_prompt(
         question: what is asked about it; may be empty.
         answer_prefix: the beginning of the answer, which the model continues.
         use_chat_template: False gives plain text under any tokenizer.
+        separator: text between context and question.
 
     Raises:
         DataError: no tokenizer, an empty context, or a chat template that does not show the user's text exactly once.
@@ -80,9 +82,9 @@ def split_prompt(
     if not (use_chat_template and tokenizer.chat_template):
         ending = f"\n{answer_prefix}" if answer_prefix else ""
         head = _leading_bos(tokenizer) + _encode(tokenizer, context)
-        return Prompt(head, _encode_continuation(tokenizer, f"\n{question}{ending}"))
+        return Prompt(head, _encode_continuation(tokenizer, f"{separator}{question}{ending}"))
     sentinel = _sentinel(context + question)
-    head_text, tail_text = _around_user_text(tokenizer, f"{context}{sentinel}\n{question}", sentinel)
+    head_text, tail_text = _around_user_text(tokenizer, f"{context}{sentinel}{separator}{question}", sentinel)
     return Prompt(_encode(tokenizer, head_text), _encode_continuation(tokenizer, tail_text + answer_prefix))
 
 

@@ -41,7 +41,7 @@ def plot_scores(results: Sequence[Result], path: Path) -> None:
     for panel in panels[len(tasks) :]:
         panel.set_axis_off()
     for panel in panels[::columns]:
-        panel.set_ylabel("score (answers found, %)")
+        panel.set_ylabel("score (%)")
     handles = {
         label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }

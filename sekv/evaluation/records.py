@@ -1,22 +1,29 @@
-"""What an evaluation writes: one record per answer, one result per policy, task and budget."""
+"""What an evaluation says: one record per answer, one result per policy, task and budget."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
+import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, fields
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TextIO
+from typing import NamedTuple
 
-from sekv.evaluation.metrics import standard_error
+from sekv.evaluation.statistics import bootstrap_interval, standard_error
 
-SAMPLES, RESULTS, TABLE, PLOT = "samples.jsonl", "results.json", "results.csv", "scores.png"
-_PARTIAL = ".partial"
+PLOT = "scores.png"
+
+
+class Key(NamedTuple):
+    """What tells one answer from all others of a folder."""
+
+    task: str
+    seed: int
+    number: int
+    policy: str
+    budget: float | int
 
 
 @dataclass(frozen=True)
@@ -28,7 +35,9 @@ class Record:
         task: name of the task.
         budget: share of the context (at most 1) or number of rows, as given.
         query_aware: the question was compressed with the context.
+        seed: of the task's samples.
         index: number of the sample within its task.
+        sample: digest of the prompt, the expected answers and the metric.
         depth: where the needle lies in percent, or None.
         context_tokens: tokens that were compressed.
         truncated: tokens taken out of the middle of the context to fit the backbone.
@@ -36,20 +45,25 @@ class Record:
         answers: what was expected.
         output: what the model wrote.
         new_tokens: tokens it wrote.
-        score: 0 to 100.
+        metric: name of the score.
+        score: 0 to 100; for `perplexity` 100 over `ppl_ratio`.
         rows: mean context rows attended per query, layer and KV head.
         resident_bytes: of the compressed context on the compute tier.
         host_bytes: of the compressed context on the host tier.
         moved_bytes_per_token: from the host, per token read or written after the context.
         seconds: compression and answer.
         prefill_seconds: reading the context, once for all policies and budgets.
+        nll: mean -log p of the continuation's tokens in nats, for `perplexity`.
+        ppl_ratio: perplexity over that of the full cache, for `perplexity`.
     """
 
     policy: str
     task: str
     budget: float | int
     query_aware: bool
+    seed: int
     index: int
+    sample: str
     depth: float | None
     context_tokens: int
     truncated: int
@@ -57,6 +71,7 @@ class Record:
     answers: tuple[str, ...]
     output: str
     new_tokens: int
+    metric: str
     score: float
     rows: float
     resident_bytes: int
@@ -64,6 +79,13 @@ class Record:
     moved_bytes_per_token: float
     seconds: float
     prefill_seconds: float
+    nll: float | None = None
+    ppl_ratio: float | None = None
+
+    @property
+    def key(self) -> Key:
+        """Its place among the answers of an evaluation."""
+        return Key(self.task, self.seed, self.index, self.policy, self.budget)
 
 
 @dataclass(frozen=True)
@@ -71,10 +93,14 @@ class Result:
     """Means over the samples of one policy, task and budget; see `Record` for the units.
 
     Attributes:
-        n: samples.
+        n: samples, over all seeds.
         score_stderr: standard error of `score`.
+        score_low: lower end of the 95% bootstrap interval of `score`.
+        score_high: its upper end.
         truncated: samples whose context was shortened to fit the backbone.
         context_tokens: mean tokens that were compressed.
+        perplexity: over all continuations, or None for other metrics.
+        ppl_ratio: geometric mean over the samples, or None.
     """
 
     policy: str
@@ -84,6 +110,8 @@ class Result:
     n: int
     score: float
     score_stderr: float
+    score_low: float
+    score_high: float
     rows: float
     resident_bytes: float
     host_bytes: float
@@ -91,11 +119,16 @@ class Result:
     seconds: float
     truncated: int
     context_tokens: float
+    perplexity: float | None = None
+    ppl_ratio: float | None = None
 
     @classmethod
     def of(cls, records: Sequence[Record]) -> Result:
         """Summarises the records of one policy, task and budget."""
         scores = [record.score for record in records]
+        low, high = bootstrap_interval(scores)
+        nats = [record.nll for record in records if record.nll is not None]
+        ratios = [record.ppl_ratio for record in records if record.ppl_ratio is not None]
         return cls(
             policy=records[0].policy,
             task=records[0].task,
@@ -104,6 +137,8 @@ class Result:
             n=len(records),
             score=fmean(scores),
             score_stderr=standard_error(scores),
+            score_low=low,
+            score_high=high,
             rows=fmean(record.rows for record in records),
             resident_bytes=fmean(record.resident_bytes for record in records),
             host_bytes=fmean(record.host_bytes for record in records),
@@ -111,6 +146,8 @@ class Result:
             seconds=fmean(record.seconds for record in records),
             truncated=sum(record.truncated > 0 for record in records),
             context_tokens=fmean(record.context_tokens for record in records),
+            perplexity=math.exp(fmean(nats)) if nats else None,
+            ppl_ratio=math.exp(fmean(map(math.log, ratios))) if ratios else None,
         )
 
 
@@ -122,64 +159,63 @@ def summarise(records: Sequence[Record]) -> list[Result]:
     return [Result.of(group) for group in groups.values()]
 
 
-class SampleWriter:
-    """Appends records to DIR/samples.jsonl.partial as they come; nothing exists before the first one.
+@dataclass(frozen=True)
+class Difference:
+    """A policy against the baseline on the very same samples.
 
-    Args:
-        directory: created with the first record.
+    Attributes:
+        policy: the policy compared.
+        baseline: what it is compared with, at the same budget.
+        task: name of the task.
+        budget: as given.
+        n: samples that both answered.
+        difference: mean of score minus the baseline's score.
+        low: lower end of its 95% bootstrap interval, resampled over pairs.
+        high: its upper end.
+        wins: samples on which the policy scored higher.
+        losses: samples on which it scored lower.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.records: list[Record] = []
-        self._file: TextIO | None = None
-
-    def add(self, record: Record) -> None:
-        """Writes one record, at once readable by others."""
-        if self._file is None:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            self._file = (self.directory / (SAMPLES + _PARTIAL)).open("w", encoding="utf-8")
-        self._file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
-        self._file.flush()
-        self.records.append(record)
-
-    def close(self) -> None:
-        """Closes the file; a partial file stays where it is."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def finish(self) -> list[Result]:
-        """Summarises the records, writes results.json and results.csv, and gives the samples their final name.
-
-        Everything lies complete under a temporary name before the first file of an earlier evaluation is replaced.
-
-        Returns:
-            What results.json holds.
-        """
-        self.close()
-        results = summarise(self.records)
-        with ExitStack() as files:  # which closes from the last to the first: results.json is replaced at the end
-            for name, text in _tables(results).items():
-                files.enter_context(replacing(self.directory / name)).write_text(text, encoding="utf-8")
-            os.replace(self.directory / (SAMPLES + _PARTIAL), self.directory / SAMPLES)
-        return results
+    policy: str
+    baseline: str
+    task: str
+    budget: float | int
+    n: int
+    difference: float
+    low: float
+    high: float
+    wins: int
+    losses: int
 
 
-def _tables(results: Sequence[Result]) -> dict[str, str]:
-    """The contents of results.json and results.csv."""
-    rows = [asdict(result) for result in results]
-    buffer = io.StringIO()
-    table = csv.DictWriter(buffer, [field.name for field in fields(Result)], lineterminator="\n")
-    table.writeheader()
-    table.writerows(rows)
-    return {RESULTS: json.dumps(rows, indent=2, ensure_ascii=False) + "\n", TABLE: buffer.getvalue()}
+def paired_differences(records: Sequence[Record], baseline: str) -> list[Difference]:
+    """Every other policy against `baseline`, per task and budget, where they share samples."""
+    base = {record.key: record.score for record in records if record.policy == baseline}
+    groups: dict[tuple[str, str, float | int], list[float]] = {}
+    for record in records:
+        other = base.get(record.key._replace(policy=baseline))
+        if record.policy != baseline and other is not None:
+            groups.setdefault((record.policy, record.task, record.budget), []).append(record.score - other)
+    return [
+        Difference(
+            policy,
+            baseline,
+            task,
+            budget,
+            len(deltas),
+            fmean(deltas),
+            *bootstrap_interval(deltas),
+            wins=sum(delta > 0 for delta in deltas),
+            losses=sum(delta < 0 for delta in deltas),
+        )
+        for (policy, task, budget), deltas in groups.items()
+    ]
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary name beside `path` that replaces it when the block ends well, and is removed when it does not."""
-    temporary = path.with_name(f".{path.name}{_PARTIAL}")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         yield temporary
         os.replace(temporary, path)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from sekv.evaluation.records import Result
+from sekv.evaluation.records import Difference, Result
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -46,18 +46,46 @@ def results_table(results: Sequence[Result], task: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.caption = "rows: per query, layer and KV head; moved: from the host per token; s: compression and answer"
     table.add_column("policy", overflow="fold", min_width=14)
-    for name in ("budget", "score", "rows", "resident", "host", "moved", "s"):
+    perplexity = chosen[0].perplexity is not None
+    for name in ("budget", "ppl (to full)" if perplexity else "score", "rows", "resident", "host", "moved", "s"):
         table.add_column(name, justify="right", no_wrap=True)
     for i, result in enumerate(chosen):
-        error = f" ± {result.score_stderr:.0f}" if result.n > 1 else ""
         table.add_row(
             Text(result.policy),  # brackets of options are no markup
             budget_label(result.budget),
-            f"{result.score:.1f}{error}",
+            _score(result),
             f"{result.rows:.0f}",
             *(format_bytes(b) for b in (result.resident_bytes, result.host_bytes, result.moved_bytes_per_token)),
             f"{result.seconds:.2f}",
             end_section=i + 1 == len(chosen) or chosen[i + 1].budget != result.budget,
+        )
+    return table
+
+
+def _score(result: Result) -> str:
+    """The mean score and its standard error, or the perplexity and its ratio to that of the full cache."""
+    if result.perplexity is not None and result.ppl_ratio is not None:
+        return f"{result.perplexity:.3g} ({result.ppl_ratio:.3f}x)"
+    error = f" ± {result.score_stderr:.0f}" if result.n > 1 else ""
+    return f"{result.score:.1f}{error}"
+
+
+def differences_table(differences: Sequence[Difference]) -> Table:
+    """Every policy against the baseline, for a terminal of 80 columns."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    table.title = Text(f"score minus that of {differences[0].baseline}" if differences else "no sample to compare on")
+    table.caption = "same samples, 95% bootstrap interval over pairs"
+    for name in ("task", "policy"):
+        table.add_column(name, overflow="fold")
+    for name in ("budget", "difference", "wins", "losses", "n"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in differences:
+        table.add_row(
+            Text(one.task),
+            Text(one.policy),
+            budget_label(one.budget),
+            f"{one.difference:+.1f} [{one.low:+.1f}, {one.high:+.1f}]",
+            *(str(n) for n in (one.wins, one.losses, one.n)),
         )
     return table
 

@@ -1,32 +1,56 @@
-"""The evaluation loop: one prefill per sample, shared by every policy and budget."""
+"""The evaluation loop: one prefill per sample, shared by every policy and budget; every answer is kept at once."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from sekv import __version__
 from sekv.adapter import SeKVAdapter
 from sekv.backbone import Backbone
 from sekv.budget import Budget
 from sekv.errors import BudgetError, DataError, PolicyError
+from sekv.evaluation.journal import Journal
 from sekv.evaluation.metrics import METRICS
-from sekv.evaluation.records import RESULTS, Record, Result, SampleWriter
+from sekv.evaluation.perplexity import continuation_surprisal
+from sekv.evaluation.records import Key, Record, Result
 from sekv.evaluation.sample import Sample, Task
+from sekv.evaluation.shards import WHOLE, Shard
 from sekv.evaluation.tasks import parse_tasks
 from sekv.generation import Answer, ask, memory_ids, read_context
-from sekv.policies.base import Policy
+from sekv.policies.base import FullPolicy, Policy, compress
 from sekv.policies.registry import build_policy
 from sekv.prefill import Prefill
+from sekv.prefill_cache import PrefillCache
 from sekv.prompt import Prompt, split_prompt
 
 OnRecord = Callable[[Record], None]
+
+
+class Question(NamedTuple):
+    """A sample and its prompt, which fits the backbone.
+
+    Attributes:
+        sample: as its task made it.
+        prompt: its token ids.
+        seed: that made the sample.
+        digest: of everything that decides what a right answer is.
+    """
+
+    sample: Sample
+    prompt: Prompt
+    seed: int
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -39,9 +63,11 @@ class Evaluation:
         budgets: each with every policy.
         output: folder of the results; nothing is written before the first answer.
         adapter: what trained policies use.
-        limit: most samples of each task.
-        seed: of generated samples.
+        limit: most samples of each task and seed.
+        seeds: of generated samples.
         query_aware: compress the question with the context.
+        baseline: specification of the policy that the others are compared with, or None.
+        cache: folder that keeps contexts once read, or None.
     """
 
     policies: dict[str, Policy]
@@ -50,8 +76,10 @@ class Evaluation:
     output: Path
     adapter: SeKVAdapter | None = None
     limit: int | None = None
-    seed: int = 0
+    seeds: tuple[int, ...] = (0,)
     query_aware: bool = False
+    baseline: str | None = None
+    cache: Path | None = None
 
     @classmethod
     def plan(
@@ -63,8 +91,10 @@ class Evaluation:
         *,
         adapter: str | Path | SeKVAdapter | None = None,
         limit: int | None = None,
-        seed: int = 0,
+        seeds: Sequence[int] = (0,),
         query_aware: bool = False,
+        baseline: str | None = None,
+        cache: str | Path | None = None,
     ) -> Evaluation:
         """Checks every part.
 
@@ -74,9 +104,11 @@ class Evaluation:
             budgets: shares of the context or numbers of rows.
             output: folder, new or existing.
             adapter: an exported adapter or its folder.
-            limit: most samples of each task, or None.
-            seed: of generated samples.
+            limit: most samples of each task and seed, or None.
+            seeds: of generated samples; other samples are the same for all and are asked once.
             query_aware: compress the question with the context.
+            baseline: one of `policies`, for paired differences, or None.
+            cache: folder that keeps contexts once read, for this run and later ones, or None.
 
         Raises:
             SeKVError: of the kind that names what is wrong.
@@ -87,12 +119,18 @@ class Evaluation:
             raise BudgetError("no budget given; give at least one, such as 0.1")
         if limit is not None and limit < 1:
             raise DataError(f"limit {limit} leaves no sample; give 1 or more")
+        if not seeds:
+            raise DataError("no seed given; give at least one, such as 0")
+        if baseline is not None and baseline not in policies:
+            raise PolicyError(f"the baseline '{baseline}' is not among the policies: {', '.join(policies)}")
         parsed = tuple(dict.fromkeys(Budget.parse(budget) for budget in budgets))
         sources = parse_tasks(tasks)
         folder = _writable(Path(output))
         loaded = SeKVAdapter.from_pretrained(adapter) if isinstance(adapter, (str, Path)) else adapter
         built = {spec: build_policy(spec, adapter=loaded) for spec in policies}
-        return cls(built, sources, parsed, folder, loaded, limit, seed, query_aware)
+        kept = None if cache is None else Path(cache)
+        seeds = tuple(dict.fromkeys(seeds))
+        return cls(built, sources, parsed, folder, loaded, limit, seeds, query_aware, baseline, kept)
 
     def prepare(self, backbone: Backbone) -> list[Question]:
         """Fits the evaluation to a backbone: checks the adapter, makes the prompts, tries the budgets on their lengths.
@@ -103,106 +141,185 @@ class Evaluation:
         if self.adapter is not None:
             self.adapter.check_backbone(backbone)
             self.adapter.to(backbone.device)
-        questions = [_question(backbone, sample) for sample in self._samples(backbone)]
+        questions = list(self._questions(backbone))
+        if self.query_aware and any(question.sample.metric == "perplexity" for question in questions):
+            raise DataError("ppl asks no question that could be compressed with the context; leave out --query-aware")
         # Every length: the rows that a policy needs grow with the context in steps, a share grows steadily, and a
         # context that is kept whole needs none, so neither the shortest nor the longest stands for the others.
         for n in sorted({len(memory_ids(question.prompt, self.query_aware)) for question in questions}):
             _try_budgets(backbone, n, self.policies.values(), self.budgets)
         return questions
 
-    def _samples(self, backbone: Backbone) -> list[Sample]:
-        if backbone.tokenizer is None:
+    def _questions(self, backbone: Backbone) -> Iterable[Question]:
+        tokenizer = backbone.tokenizer
+        if tokenizer is None:
             raise DataError(f"the backbone '{backbone.name}' has no tokenizer, so no task can be read")
-        positions = backbone.geometry.max_positions
-        return [
-            sample
-            for task in self.tasks
-            for sample in task.samples(backbone.tokenizer, positions, self.limit, self.seed)
-        ]
+        for task in self.tasks:
+            for seed in self.seeds if task.seeded else self.seeds[:1]:
+                for sample in task.samples(tokenizer, backbone.geometry.max_positions, self.limit, seed):
+                    yield _question(backbone, sample, seed)
 
     @property
     def answers_per_question(self) -> int:
         """Answers that each question asks for: one per policy and budget."""
         return len(self.policies) * len(self.budgets)
 
-    @property
-    def has_earlier_results(self) -> bool:
-        """The output folder holds the results of an earlier evaluation; `run` replaces them when it is complete."""
-        return (self.output / RESULTS).exists()
+    def keys(self, questions: Iterable[Question]) -> list[Key]:
+        """The answers that `questions` ask for, in the order in which one process gives them."""
+        return [
+            Key(question.sample.task, question.seed, question.sample.index, spec, budget_number(budget))
+            for question in questions
+            for spec in self.policies
+            for budget in self.budgets
+        ]
 
-    def run(self, backbone: Backbone, questions: Sequence[Question], on_record: OnRecord | None = None) -> list[Result]:
-        """Answers everything and writes samples.jsonl, results.json and results.csv.
+    def settings(self, backbone: Backbone) -> dict[str, Any]:
+        """What all answers of a folder must have in common to be compared."""
+        return {
+            "version": __version__,
+            "backbone": backbone.fingerprint(),
+            "dtype": str(backbone.model.dtype),
+            "adapter": None if self.adapter is None else _adapter_digest(self.adapter),
+            "query_aware": self.query_aware,
+        }
+
+    def journal(
+        self, backbone: Backbone, questions: Sequence[Question], shard: Shard = WHOLE, restart: bool = False
+    ) -> Journal:
+        """The folder's answers so far.
+
+        Raises:
+            DataError: the folder holds answers of other settings or to other questions.
+        """
+        journal = Journal(self.output, self.settings(backbone), shard, restart)
+        digests = {(q.sample.task, q.seed, q.sample.index): q.digest for q in questions}
+        for key, record in journal.records.items():
+            if digests.get(key[:3], record.sample) != record.sample:
+                raise DataError(
+                    f"{self.output} has an answer to another sample {key.number} of {key.task}: its text or limit was "
+                    "another; give another --output, or --restart to throw the answers away"
+                )
+        return journal
+
+    def run(
+        self, backbone: Backbone, questions: Sequence[Question], journal: Journal, on_record: OnRecord | None = None
+    ) -> list[Result] | None:
+        """Gives the answers that are missing, as far as they are this process's share, and writes the results.
 
         Args:
             backbone: the one that `prepare` was given.
             questions: from `prepare`.
-            on_record: called after each answer.
+            journal: from `journal`, with what is there already.
+            on_record: called after each new answer.
 
         Returns:
-            One result per task, policy and budget. An interrupted run adds samples.jsonl.partial only, and leaves
-            earlier results as they are.
+            One result per task, policy and budget of the folder; None while other processes are still at work.
 
         Raises:
             BudgetError: a context needs more rows than a budget gives.
         """
-        writer = SampleWriter(self.output)
-        try:
-            for question in questions:
-                self._run_sample(backbone, question, writer, on_record)
-        finally:
-            writer.close()
-        return writer.finish()
+        reader = _Reader(backbone, list(self.policies.values()), self.cache)
+        with journal:
+            for question in journal.shard.part(questions):
+                self._answer(reader, question, journal, on_record)
+        return journal.finish(self.keys(questions), self.baseline)
 
-    def _run_sample(
-        self, backbone: Backbone, question: Question, writer: SampleWriter, on_record: OnRecord | None
-    ) -> None:
-        start = time.perf_counter()
-        context = read_context(backbone, memory_ids(question.prompt, self.query_aware), list(self.policies.values()))
-        prefill_seconds = time.perf_counter() - start
-        for spec, policy in self.policies.items():
-            record: Record | None = None
-            for budget in self.budgets:
-                if record is not None and not policy.uses_budget:
-                    record = replace(record, budget=budget_number(budget))
-                else:
-                    found = ask(
-                        context,
-                        policy,
-                        budget,
-                        question.prompt,
-                        question.sample.max_new_tokens,
-                        query_aware=self.query_aware,
-                    )
-                    record = self._record(spec, budget, question, context, found, prefill_seconds)
-                writer.add(record)
-                if on_record is not None:
-                    on_record(record)
+    def _answer(self, reader: _Reader, question: Question, journal: Journal, on_record: OnRecord | None) -> None:
+        missing = [key for key in self.keys([question]) if key not in journal.records]
+        if not missing:
+            return
+        reading = reader.read(question, self.query_aware)
+        for key in missing:
+            policy = self.policies[key.policy]
+            same = (key._replace(budget=budget_number(budget)) for budget in self.budgets)
+            twin = None if policy.uses_budget else next((k for k in same if k in journal.records), None)
+            if twin is not None:
+                record = replace(journal.records[twin], budget=key.budget)
+            else:
+                record = reading.record(key, policy)
+            journal.add(record)
+            if on_record is not None:
+                on_record(record)
 
-    def _record(
-        self, spec: str, budget: Budget, question: Question, context: Prefill, found: Answer, prefill_seconds: float
-    ) -> Record:
-        sample = question.sample
+
+class _Reader:
+    """Reads contexts; questions about one context that follow one another share what was read."""
+
+    def __init__(self, backbone: Backbone, policies: list[Policy], cache: Path | None) -> None:
+        self._backbone, self._policies = backbone, policies
+        self._cache = None if cache is None else PrefillCache(cache, backbone)
+        self._last: tuple[list[int], Prefill, float] | None = None
+
+    def read(self, question: Question, query_aware: bool) -> _Reading:
+        """The context of a question."""
+        ids = memory_ids(question.prompt, query_aware)
+        if self._last is None or self._last[0] != ids:
+            self._last = None  # frees the last context before the next one is read
+            start = time.perf_counter()
+            if self._cache is not None:
+                context = self._cache.read(ids, self._policies)
+            else:
+                context = read_context(self._backbone, ids, self._policies)
+            self._last = ids, context, time.perf_counter() - start
+        return _Reading(question, query_aware, *self._last[1:])
+
+
+class _Reading:
+    """A question and its context."""
+
+    def __init__(self, question: Question, query_aware: bool, context: Prefill, prefill_seconds: float) -> None:
+        self.question, self.query_aware = question, query_aware
+        self.context, self.prefill_seconds = context, prefill_seconds
+        self._full_nll: float | None = None
+
+    def record(self, key: Key, policy: Policy) -> Record:
+        """Compresses the context by one policy and budget, and answers."""
+        sample, budget = self.question.sample, Budget.parse(key.budget)
+        if sample.metric == "perplexity":
+            nll, found = self._surprisal(policy, budget)
+            ratio = math.exp(nll - self._reference())
+            scores: dict[str, Any] = {"score": 100.0 / ratio, "nll": nll, "ppl_ratio": ratio}
+        else:
+            found = ask(
+                self.context, policy, budget, self.question.prompt, sample.max_new_tokens, query_aware=self.query_aware
+            )
+            scores = {"score": METRICS[sample.metric](found.text, sample.answers, sample.classes)}
         return Record(
-            policy=spec,
-            task=sample.task,
-            budget=budget_number(budget),
+            policy=key.policy,
+            task=key.task,
+            budget=key.budget,
             query_aware=self.query_aware,
-            index=sample.index,
+            seed=key.seed,
+            index=key.number,
+            sample=self.question.digest,
             depth=sample.depth,
-            context_tokens=context.n_tokens,
-            truncated=question.prompt.truncated,
+            context_tokens=self.context.n_tokens,
+            truncated=self.question.prompt.truncated,
             question=sample.question,
             answers=sample.answers,
             output=found.text,
             new_tokens=len(found.ids),
-            score=METRICS[sample.metric](found.text, sample.answers),
+            metric=sample.metric,
             rows=found.rows,
             resident_bytes=found.resident_bytes,
             host_bytes=found.host_bytes,
             moved_bytes_per_token=found.moved_bytes_per_token,
             seconds=found.seconds,
-            prefill_seconds=prefill_seconds,
+            prefill_seconds=self.prefill_seconds,
+            **scores,
         )
+
+    def _surprisal(self, policy: Policy, budget: Budget) -> tuple[float, Answer]:
+        start = time.perf_counter()
+        cache = compress(self.context, policy, budget)
+        nll, found = continuation_surprisal(self.context.backbone, cache, self.question.prompt.question_ids)
+        return nll, replace(found, seconds=time.perf_counter() - start)
+
+    def _reference(self) -> float:
+        """Mean -log p under the full cache, which every ratio is over."""
+        if self._full_nll is None:
+            self._full_nll, _ = self._surprisal(FullPolicy(), Budget(share=1.0))
+        return self._full_nll
 
 
 def evaluate(
@@ -212,23 +329,18 @@ def evaluate(
     budgets: Sequence[Budget | str | float | int],
     output: str | Path,
     *,
-    adapter: str | Path | SeKVAdapter | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    query_aware: bool = False,
+    restart: bool = False,
+    **options: Any,
 ) -> list[Result]:
-    """Plans, prepares and runs an evaluation; see `Evaluation.plan` for the arguments."""
-    evaluation = Evaluation.plan(
-        policies, tasks, budgets, output, adapter=adapter, limit=limit, seed=seed, query_aware=query_aware
-    )
-    return evaluation.run(backbone, evaluation.prepare(backbone))
+    """Plans, prepares and runs an evaluation in this process; see `Evaluation.plan` for the arguments.
 
-
-class Question(NamedTuple):
-    """A sample and its prompt, which fits the backbone."""
-
-    sample: Sample
-    prompt: Prompt
+    With `restart` the answers that `output` holds are thrown away; otherwise they are kept and only missing ones given.
+    """
+    evaluation = Evaluation.plan(policies, tasks, budgets, output, **options)
+    questions = evaluation.prepare(backbone)
+    results = evaluation.run(backbone, questions, evaluation.journal(backbone, questions, restart=restart))
+    assert results is not None
+    return results
 
 
 def budget_number(budget: Budget) -> float | int:
@@ -236,9 +348,25 @@ def budget_number(budget: Budget) -> float | int:
     return budget.share if budget.share is not None else int(budget.rows or 0)
 
 
-def _question(backbone: Backbone, sample: Sample) -> Question:
-    prompt = split_prompt(backbone.tokenizer, sample.context, sample.question, sample.answer_prefix)
-    return Question(sample, prompt.fit(backbone.geometry.max_positions, sample.max_new_tokens))
+def _question(backbone: Backbone, sample: Sample, seed: int) -> Question:
+    prompt = sample.prompt or split_prompt(
+        backbone.tokenizer, sample.context, sample.question, sample.answer_prefix, sample.chat, sample.separator
+    )
+    positions = backbone.geometry.max_positions
+    if sample.max_length is not None:
+        positions = min(positions, sample.max_length + sample.max_new_tokens)
+    prompt = prompt.fit(positions, sample.max_new_tokens)
+    told = [prompt.context_ids, prompt.question_ids, sample.answers, sample.max_new_tokens, sample.metric]
+    digest = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
+    return Question(sample, prompt, seed, digest)
+
+
+def _adapter_digest(adapter: SeKVAdapter) -> str:
+    """A hash of the adapter's configuration and weights."""
+    digest = hashlib.sha256(json.dumps(asdict(adapter.config), sort_keys=True, default=str).encode())
+    for name, tensor in sorted(adapter.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().cpu().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _try_budgets(backbone: Backbone, n_tokens: int, policies: Iterable[Policy], budgets: Sequence[Budget]) -> None:

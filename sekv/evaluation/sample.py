@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
+from sekv.prompt import Prompt
+
 MAX_NEW_TOKENS = 64  # answers of up to this many tokens unless a sample says otherwise
 
 
@@ -23,7 +25,12 @@ class Sample:
         answers: the expected answers.
         max_new_tokens: most tokens of the answer.
         depth: where the needle lies in percent, or None.
-        metric: name of the score, see `sekv.evaluation.metrics`.
+        metric: name of the score, see `sekv.evaluation.metrics`; `perplexity` scores the question's tokens instead.
+        prompt: token ids where the task makes them itself; None leaves that to the backbone's chat template.
+        chat: apply the chat template.
+        separator: between the context and the question.
+        classes: all labels, for classification.
+        max_length: most tokens of the prompt, which loses its middle to keep to it; None for as many as fit.
     """
 
     task: str
@@ -35,12 +42,23 @@ class Sample:
     max_new_tokens: int = MAX_NEW_TOKENS
     depth: float | None = None
     metric: str = "match_all"
+    prompt: Prompt | None = None
+    chat: bool = True
+    separator: str = "\n"
+    classes: tuple[str, ...] = ()
+    max_length: int | None = None
 
 
 class Task(ABC):
-    """One entry of `--tasks`: a source of samples under one name or several."""
+    """One entry of `--tasks`: a source of samples under one name or several.
+
+    Attributes:
+        names: of the tasks in results.
+        seeded: samples depend on the seed; those that do not are asked once, whatever the number of seeds.
+    """
 
     names: tuple[str, ...]
+    seeded: bool = False
 
     @abstractmethod
     def samples(

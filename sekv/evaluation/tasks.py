@@ -6,25 +6,30 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from sekv.errors import DataError
+from sekv.evaluation.benchmarks.task import BENCHMARKS, BenchmarkTask
 from sekv.evaluation.files import FileTask
 from sekv.evaluation.needle import MIN_LENGTH, make_needle
+from sekv.evaluation.perplexity import PerplexityTask
 from sekv.evaluation.ruler.task import RulerTask
 from sekv.evaluation.sample import Sample, Task
 
 _NEEDLE_DEPTHS = 11  # samples of the needle task when no limit is given: depths 0, 10, ..., 100 percent
 _NEEDLE_NEW_TOKENS = 32
 _ALLOWED = (
-    "a JSONL file, niah:LENGTH such as niah:4096 (the generated needle task, LENGTH in tokens), or ruler:NAME:LENGTH "
-    "such as ruler:vt:4096"
+    "a JSONL file, niah:LENGTH such as niah:4096 (the generated needle task, LENGTH in tokens), ruler:NAME:LENGTH "
+    "such as ruler:vt:4096, ppl:LENGTH, or a benchmark such as longbench:hotpotqa or gsm8k"
 )
 
 
 class NeedleTask(Task):
     """`niah:LENGTH`: one fact in `length` tokens of English, at depths from 0 to 100 percent."""
+
+    seeded = True
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -96,8 +101,14 @@ def _parse_task(spec: str) -> Task:
             raise DataError(f"task '{spec}' needs a length of at least {MIN_LENGTH} tokens, such as niah:4096")
         return NeedleTask(int(rest))
     if kind == "ruler":
-        name, length, options = _parse_ruler(spec, rest)
-        return RulerTask(name, length, options)
+        return RulerTask(*_parse_parts(r"(\w+):(\d+)", spec, rest, "ruler:niah_single_2:4096"))
+    if kind == "ppl":
+        length, options = _parse_parts(r"(\d+)", spec, rest, "ppl:4096")
+        if unknown := sorted(options.keys() - {"text"}):
+            raise DataError(f"task '{spec}' has no option '{unknown[0]}'; its options: text")
+        return PerplexityTask(length, options.get("text"))
+    if re.split(r"[:\[]", spec)[0] in BENCHMARKS:
+        return BenchmarkTask(*_parse_parts(r"(\w+)(?::([\w .-]+))?", spec, spec, "longbench:hotpotqa[data=FOLDER]"))
     path = Path(spec)
     if path.is_file():
         return FileTask(path)
@@ -108,12 +119,14 @@ def _parse_task(spec: str) -> Task:
     raise DataError(f"unknown task '{spec}'; a task is {_ALLOWED}")
 
 
-def _parse_ruler(spec: str, rest: str) -> tuple[str, int, dict[str, str]]:
-    """`NAME:LENGTH[option=value,...]` in its parts."""
-    match = re.fullmatch(r"(\w+):(\d+)(?:\[(.*)\])?", rest)
+def _parse_parts(pattern: str, spec: str, rest: str, example: str) -> tuple[Any, ...]:
+    """What follows the kind of a task: the groups of `pattern`, numbers as such, and `[option=value,...]`."""
+    match = re.fullmatch(rf"{pattern}(?:\[(.*)\])?", rest)
     if match is None:
-        raise DataError(f"task '{spec}' is malformed; write ruler:NAME:LENGTH, such as ruler:niah_single_2:4096")
-    return match[1], int(match[2]), parse_options(spec, match[3] or "")
+        raise DataError(f"task '{spec}' is malformed; write it as {example}")
+    *parts, options = match.groups()
+    values = (int(part) if part and part.isdecimal() else part or "" for part in parts)
+    return *values, parse_options(spec, options or "")
 
 
 def parse_options(spec: str, text: str) -> dict[str, str]:

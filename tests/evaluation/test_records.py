@@ -2,22 +2,28 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sekv.errors import DataError
+from sekv.evaluation.journal import Journal, read_records
 from sekv.evaluation.plots import plot_scores
-from sekv.evaluation.records import Record, SampleWriter, replacing, summarise
+from sekv.evaluation.records import Record, paired_differences, replacing, summarise
 from sekv.evaluation.report import budget_label, format_bytes, results_table
+from sekv.evaluation.shards import Shard
 
 RECORD = Record(
     policy="keydiff",
     task="niah:512",
     budget=0.1,
     query_aware=False,
+    seed=0,
     index=0,
+    sample="d",
     depth=50.0,
     context_tokens=500,
     truncated=0,
@@ -25,6 +31,7 @@ RECORD = Record(
     answers=("a", "b"),
     output="ä b",
     new_tokens=4,
+    metric="match_all",
     score=50.0,
     rows=50.0,
     resident_bytes=1000,
@@ -62,39 +69,97 @@ def test_results_are_means_per_task_policy_and_budget() -> None:
     assert rows.budget == 64
 
 
-def test_samples_are_readable_as_they_come_and_named_when_all_are_there(tmp_path: Path) -> None:
+SETTINGS = {"backbone": {"layers": 2}, "dtype": "float32"}
+
+
+def finished(folder: Path, made: list[Record]) -> None:
+    with Journal(folder, SETTINGS) as journal:
+        for record in made:
+            journal.add(record)
+    assert journal.finish([record.key for record in made]) == summarise(made)
+
+
+def test_answers_are_readable_as_they_come_and_summarised_when_all_are_there(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b"
-    writer = SampleWriter(folder)
-    assert not folder.exists()
-    writer.add(RECORD)
-    partial = folder / "samples.jsonl.partial"
-    assert json.loads(partial.read_text("utf-8"))["output"] == "ä b"
-    writer.add(records()[2])
-    writer.finish()
-    assert sorted(path.name for path in folder.iterdir()) == ["results.csv", "results.json", "samples.jsonl"]
-    assert [json.loads(line)["index"] for line in (folder / "samples.jsonl").read_text("utf-8").splitlines()] == [0, 1]
+    one, two = RECORD, records()[2]
+    with Journal(folder, SETTINGS) as journal:
+        assert not folder.exists()
+        journal.add(one)
+        assert read_records(folder / "samples.jsonl") == [one]
+        assert journal.finish([one.key, two.key]) is None
+        journal.add(two)
+    assert journal.finish([one.key, two.key], baseline="full") == summarise([one, two])
+    names = ["paired.csv", "paired.json", "results.csv", "results.json", "run.json", "samples.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == names
 
 
-def finished(folder: Path, made: list[Record]) -> SampleWriter:
-    writer = SampleWriter(folder)
-    for record in made:
-        writer.add(record)
-    assert writer.finish() == summarise(made)
-    return writer
+@pytest.mark.parametrize("torn", ["", '{"policy": "ful', '{"policy": "full"}', "\u00e4"])
+def test_a_line_that_a_kill_cut_off_is_forgotten(tmp_path: Path, torn: str) -> None:
+    with Journal(tmp_path, SETTINGS) as journal:
+        journal.add(RECORD)
+    path = tmp_path / "samples.jsonl"
+    path.write_bytes(path.read_bytes() + torn.encode()[:-1])
+    two = records()[2]
+    with Journal(tmp_path, SETTINGS) as journal:
+        assert list(journal.records.values()) == [RECORD]
+        journal.add(two)
+    assert read_records(path) == [RECORD, two]
+
+
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
+    finished(tmp_path, [RECORD])
+    path = tmp_path / "samples.jsonl"
+    path.write_text("{}\n" + path.read_text())
+    with pytest.raises(DataError, match=r"samples.jsonl, line 1 is no answer"):
+        Journal(tmp_path, SETTINGS)
+
+
+def test_answers_of_other_settings_are_refused_unless_thrown_away(tmp_path: Path) -> None:
+    finished(tmp_path, records())
+    with pytest.raises(DataError, match=r'another run .dtype: "float32" there, "float16" here.*--restart'):
+        Journal(tmp_path, SETTINGS | {"dtype": "float16"})
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with Journal(tmp_path, SETTINGS | {"dtype": "float16"}, restart=True) as journal:
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        journal.add(RECORD)
+    assert read_records(tmp_path / "samples.jsonl") == [RECORD]
+    assert not (tmp_path / "results.json").exists()
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    with Journal(tmp_path, SETTINGS) as first:
+        first.add(RECORD)
+        with Journal(tmp_path, SETTINGS) as second, pytest.raises(DataError, match="another process writes"):
+            second.add(records()[2])
+    assert read_records(tmp_path / "samples.jsonl") == [RECORD]
+
+
+def test_shards_are_merged_by_the_last_one_in_order(tmp_path: Path) -> None:
+    made = records()
+    keys = [record.key for record in made]
+    with Journal(tmp_path, SETTINGS, Shard(1, 2)) as one:
+        for record in made[2:]:
+            one.add(record)
+    assert one.finish(keys) is None
+    with Journal(tmp_path, SETTINGS, Shard(0, 2)) as zero:
+        for record in made[:2]:
+            zero.add(record)
+    assert zero.finish(keys) == summarise(made)
+    assert read_records(tmp_path / "samples.jsonl") == made
+    assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == [
+        "results.csv", "results.json", "run.json", "samples.jsonl",
+    ]  # fmt: skip
 
 
 def test_earlier_results_stay_until_all_new_ones_are_complete(tmp_path: Path, monkeypatch) -> None:
-    finished(tmp_path, records())
-    old = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    writer = SampleWriter(tmp_path)
-    writer.add(replace(RECORD, score=1.0))
+    finished(tmp_path, [RECORD])
+    old = {path.name: path.read_text() for path in tmp_path.glob("results.*")}
+    with Journal(tmp_path, SETTINGS) as journal:
+        journal.add(records()[2])
     monkeypatch.setattr(csv.DictWriter, "writerows", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        writer.finish()
-    partial = tmp_path / "samples.jsonl.partial"
-    assert json.loads(partial.read_text())["score"] == 1.0
-    partial.unlink()
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == old
+        journal.finish([RECORD.key])
+    assert {path.name: path.read_text() for path in tmp_path.glob("results.*")} == old
 
 
 def test_results_json_is_replaced_last(tmp_path: Path, monkeypatch) -> None:
@@ -102,7 +167,7 @@ def test_results_json_is_replaced_last(tmp_path: Path, monkeypatch) -> None:
     real = os.replace
     monkeypatch.setattr(os, "replace", lambda old, new: order.append(Path(new).name) or real(old, new))
     finished(tmp_path, records())
-    assert order == ["samples.jsonl", "results.csv", "results.json"]
+    assert order == ["run.json", "results.csv", "results.json"]
 
 
 def test_results_are_written_as_json_and_csv(tmp_path: Path) -> None:
@@ -112,6 +177,24 @@ def test_results_are_written_as_json_and_csv(tmp_path: Path) -> None:
     rows = list(csv.DictReader((tmp_path / "results.csv").read_text().splitlines()))
     assert list(rows[0]) == list(loaded[0])
     assert float(rows[0]["score"]) == 75.0
+
+
+def test_differences_pair_the_same_samples_only() -> None:
+    base = [replace(RECORD, index=i, policy="base", score=s) for i, s in enumerate((50.0, 0.0, 100.0))]
+    mine = [replace(RECORD, index=i, policy="mine", score=s) for i, s in enumerate((100.0, 0.0, 75.0))]
+    alone = [replace(RECORD, index=9, policy="mine"), replace(RECORD, index=0, policy="mine", budget=0.2)]
+    (one,) = paired_differences([*base, *mine, *alone], "base")
+    assert (one.policy, one.baseline, one.n, one.wins, one.losses) == ("mine", "base", 3, 1, 1)
+    assert one.difference == pytest.approx(25 / 3)
+    assert -25.0 <= one.low < one.difference < one.high <= 50.0
+
+
+def test_perplexities_are_summarised_as_such() -> None:
+    made = [replace(RECORD, index=i, nll=nll, ppl_ratio=r) for i, (nll, r) in enumerate([(1.0, 2.0), (3.0, 8.0)])]
+    (result,) = summarise(made)
+    assert result.perplexity == pytest.approx(math.exp(2.0))
+    assert result.ppl_ratio == pytest.approx(4.0)
+    assert summarise([RECORD])[0].perplexity is None
 
 
 def test_a_file_that_fails_half_way_leaves_the_old_one(tmp_path: Path) -> None:

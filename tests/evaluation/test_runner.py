@@ -11,6 +11,7 @@ from sekv.adapter import SeKVAdapter, SeKVConfig
 from sekv.errors import AdapterError, BudgetError, DataError, PolicyError
 from sekv.evaluation import runner
 from sekv.evaluation.runner import Evaluation, evaluate
+from sekv.evaluation.shards import Shard
 from sekv.prompt import split_prompt
 
 POLICIES = ["full", "keydiff", "streaming_llm"]
@@ -49,9 +50,11 @@ def test_an_evaluation_end_to_end(tiny_backbone, task_file: Path, tmp_path: Path
     evaluation = Evaluation.plan(POLICIES, [str(task_file), "niah:512"], [0.3, "1.0"], out, limit=2)
     questions = evaluation.prepare(tiny_backbone)
     assert not out.exists()
-    results = evaluation.run(tiny_backbone, questions, on_record=seen.append)
-    assert len(seen) == len(questions) * evaluation.answers_per_question == 4 * 3 * 2
-    assert sorted(path.name for path in out.iterdir()) == ["results.csv", "results.json", "samples.jsonl"]
+    journal = evaluation.journal(tiny_backbone, questions)
+    results = evaluation.run(tiny_backbone, questions, journal, on_record=seen.append)
+    assert not [path for path in out.rglob("*") if path.suffix == ".lock"]
+    assert len(seen) == len(evaluation.keys(questions)) == 4 * 3 * 2
+    assert sorted(path.name for path in out.iterdir()) == ["results.csv", "results.json", "run.json", "samples.jsonl"]
     written = json.loads((out / "results.json").read_text())
     assert {(r["policy"], r["task"], r["budget"]) for r in written} == {
         (policy, task, budget) for policy in POLICIES for task in ("rooms", "niah:512") for budget in (0.3, 1.0)
@@ -98,11 +101,12 @@ def test_the_question_is_compressed_only_when_query_aware(tiny_backbone, task_fi
     assert lengths == {False: len(prompt.context_ids), True: len(prompt.ids) - 1}
 
 
-def test_two_runs_with_one_seed_agree_and_a_new_run_replaces_the_old(tiny_backbone, tmp_path: Path) -> None:
+def test_two_runs_with_one_seed_agree_and_a_restart_replaces_the_old(tiny_backbone, tmp_path: Path) -> None:
     def run(folder: str, seed: int) -> list[dict[str, Any]]:
-        evaluate(tiny_backbone, ["keydiff"], ["niah:400"], [0.2], tmp_path / folder, limit=2, seed=seed)
+        out = tmp_path / folder
+        evaluate(tiny_backbone, ["keydiff"], ["niah:400"], [0.2], out, limit=2, seeds=[seed], restart=True)
         return [
-            {key: value for key, value in sample.items() if "seconds" not in key}
+            {key: value for key, value in sample.items() if "seconds" not in key and key != "seed"}
             for sample in load(tmp_path / folder / "samples.jsonl")
         ]
 
@@ -209,10 +213,12 @@ def test_a_policy_that_ignores_the_budget_answers_once_for_all_budgets(
     )
     evaluation = Evaluation.plan(["full", "keydiff"], [str(task_file)], [0.2, 0.5, 64], tmp_path / "out", limit=2)
     seen: list[Any] = []
-    results = evaluation.run(tiny_backbone, evaluation.prepare(tiny_backbone), on_record=seen.append)
+    questions = evaluation.prepare(tiny_backbone)
+    journal = evaluation.journal(tiny_backbone, questions)
+    results = evaluation.run(tiny_backbone, questions, journal, on_record=seen.append)
     assert [policy.name for policy in asked] == 2 * ["full", "keydiff", "keydiff", "keydiff"]
     assert [(r.policy, r.budget) for r in results] == [(p, b) for p in ("full", "keydiff") for b in (0.2, 0.5, 64)]
-    assert len(seen) == 2 * evaluation.answers_per_question
+    assert len(seen) == len(evaluation.keys(questions))
     first, *others = [vars(record) for record in seen[:3]]
     assert [other | {"budget": 0.2} for other in others] == [first, first]
 
@@ -238,35 +244,108 @@ def test_an_adapter_of_another_backbone_is_refused(make_tiny_backbone, tiny_back
     assert not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_run_keeps_its_answers_under_a_partial_name(
-    tiny_backbone, task_file: Path, tmp_path: Path
+def stopping_after(n: int):
+    """A callback that ends the run after `n` answers."""
+    left = [n]
+
+    def stop(record: object) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def plain(path: Path) -> list[dict[str, Any]]:
+    return [{k: v for k, v in line.items() if "seconds" not in k} for line in load(path)]
+
+
+def test_a_run_stopped_twice_gives_the_records_of_an_uninterrupted_one(
+    tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
-    evaluation = Evaluation.plan(["full"], [str(task_file)], [1.0], tmp_path / "out")
+    reads = []
+    real = runner.read_context
+    monkeypatch.setattr(runner, "read_context", lambda *args: reads.append(args[1]) or real(*args))
 
-    def stop(record: object) -> None:
-        raise KeyboardInterrupt
+    def run(folder: str, after: int | None) -> None:
+        evaluation = Evaluation.plan(POLICIES, [str(task_file), "niah:400"], [0.3, 64], tmp_path / folder, limit=2)
+        questions = evaluation.prepare(tiny_backbone)
+        journal = evaluation.journal(tiny_backbone, questions)
+        if after is None:
+            assert evaluation.run(tiny_backbone, questions, journal)
+            return
+        with pytest.raises(KeyboardInterrupt):
+            evaluation.run(tiny_backbone, questions, journal, on_record=stopping_after(after))
 
-    questions = evaluation.prepare(tiny_backbone)
-    with pytest.raises(KeyboardInterrupt):
-        evaluation.run(tiny_backbone, questions, on_record=stop)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["samples.jsonl.partial"]
-    assert len(load(tmp_path / "out" / "samples.jsonl.partial")) == 1
+    run("whole", None)
+    for after in (5, 8, None, None):
+        run("parts", after)
+    assert plain(tmp_path / "parts" / "samples.jsonl") == plain(tmp_path / "whole" / "samples.jsonl")
+    # 4 contexts in one go; then 4, and one more for each that was left half done; the last run reads nothing.
+    assert len(reads) == 4 + 4 + 2
 
 
-def test_an_interrupted_rerun_leaves_the_earlier_results(tiny_backbone, task_file: Path, tmp_path: Path) -> None:
+def test_shards_give_the_records_of_one_process(tiny_backbone, task_file: Path, tmp_path: Path) -> None:
+    results = {}
+    for world in (1, 2):
+        for rank in range(world):
+            evaluation = Evaluation.plan(["full", "keydiff"], [str(task_file)], [0.3], tmp_path / str(world))
+            questions = evaluation.prepare(tiny_backbone)
+            journal = evaluation.journal(tiny_backbone, questions, Shard(rank, world))
+            results[rank, world] = evaluation.run(tiny_backbone, questions, journal)
+    assert results[0, 2] is None
+    assert plain(tmp_path / "2" / "samples.jsonl") == plain(tmp_path / "1" / "samples.jsonl")
+
+
+def test_more_policies_budgets_and_tasks_join_the_same_folder(tiny_backbone, task_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first = Evaluation.plan(["full"], [str(task_file)], [1.0], out)
-    assert not first.has_earlier_results
-    first.run(tiny_backbone, first.prepare(tiny_backbone))
-    old = {path.name: path.read_bytes() for path in out.iterdir()}
+    evaluate(tiny_backbone, ["full"], [str(task_file)], [0.3], out, limit=1)
+    results = evaluate(tiny_backbone, ["keydiff"], [str(task_file)], [0.3, 0.5], out, limit=2)
+    assert [(r.policy, r.budget, r.n) for r in results] == [("keydiff", 0.3, 2), ("keydiff", 0.5, 2), ("full", 0.3, 1)]
 
-    def stop(record: object) -> None:
-        raise KeyboardInterrupt
 
-    second = Evaluation.plan(["keydiff"], [str(task_file)], [0.5], out)
-    assert second.has_earlier_results
-    with pytest.raises(KeyboardInterrupt):
-        second.run(tiny_backbone, second.prepare(tiny_backbone), on_record=stop)
-    new = {path.name: path.read_bytes() for path in out.iterdir()}
-    assert json.loads(new.pop("samples.jsonl.partial"))["policy"] == "keydiff"
-    assert new == old
+def test_a_folder_of_another_run_is_refused_before_a_context_is_read(
+    tiny_backbone, make_tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch
+) -> None:
+    out = tmp_path / "out"
+    evaluate(tiny_backbone, ["full"], ["niah:1200"], [1.0], out, limit=1)
+    monkeypatch.setattr(runner, "read_context", lambda *args: pytest.fail("a context was read"))
+    other = make_tiny_backbone("llama", seed=7)
+    for backbone, change, message in (
+        (other, {}, "another run .backbone"),
+        (tiny_backbone, {"query_aware": True}, "query_aware: false there, true here"),
+        (tiny_backbone, {"limit": 3}, "another sample 0 of niah:1200"),
+    ):
+        with pytest.raises(DataError, match=message):
+            evaluate(backbone, ["full"], ["niah:1200"], [1.0], out, **({"limit": 1} | change))
+
+
+def test_seeds_multiply_generated_samples_only(tiny_backbone, task_file: Path, tmp_path: Path) -> None:
+    tasks = [str(task_file), "niah:400"]
+    results = evaluate(tiny_backbone, ["full"], tasks, [1.0], tmp_path / "out", limit=2, seeds=[3, 4])
+    assert {result.task: result.n for result in results} == {"rooms": 2, "niah:400": 4}
+
+
+def test_a_baseline_is_compared_with_per_sample(tiny_backbone, task_file: Path, tmp_path: Path) -> None:
+    evaluate(tiny_backbone, ["full", "keydiff"], [str(task_file)], [0.3], tmp_path / "out", baseline="full")
+    (row,) = json.loads((tmp_path / "out" / "paired.json").read_text())
+    assert (row["policy"], row["baseline"], row["n"]) == ("keydiff", "full", 3)
+    with pytest.raises(PolicyError, match="baseline 'snapkv' is not among the policies: full"):
+        Evaluation.plan(["full"], [str(task_file)], [0.3], tmp_path / "out", baseline="snapkv")
+
+
+def test_questions_about_one_context_read_it_once_and_a_cache_keeps_it(
+    tiny_backbone, tmp_path: Path, monkeypatch
+) -> None:
+    line = {"task": "t", "context": " ".join(SENTENCES), "answer_prefix": "", "answers": ["1"], "max_new_tokens": 4}
+    path = tmp_path / "t.jsonl"
+    path.write_text("".join(json.dumps(line | {"question": f"Room {i}?"}) + "\n" for i in range(3)))
+    reads = []
+    real = runner.read_context
+    monkeypatch.setattr(runner, "read_context", lambda *args: reads.append(args) or real(*args))
+    evaluate(tiny_backbone, POLICIES, [str(path)], [0.3], tmp_path / "plain")
+    assert len(reads) == 1
+    for folder in ("one", "two"):
+        evaluate(tiny_backbone, POLICIES, [str(path)], [0.3], tmp_path / folder, cache=tmp_path / "cache")
+        assert plain(tmp_path / folder / "samples.jsonl") == plain(tmp_path / "plain" / "samples.jsonl")
+    assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1

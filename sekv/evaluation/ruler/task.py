@@ -56,6 +56,8 @@ class RulerTask(Task):
         DataError: the name, the length or an option is unknown, or a file is missing or malformed.
     """
 
+    seeded = True
+
     def __init__(self, name: str, length: int, options: Mapping[str, str]) -> None:
         if name not in _RECIPES:
             raise DataError(f"unknown RULER task '{name}'; known: {', '.join(RULER_TASKS)}")

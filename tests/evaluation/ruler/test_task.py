@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +25,7 @@ def squad(tmp_path: Path) -> Path:
         {
             "paragraphs": [
                 {
-                    "context": f"Fact {a}.{p}: " + f"river {a} town {p}. " * (10 + 3 * p + a),
+                    "context": f"Fact {a}.{p}: " + f"river {a} town {p}. " * random.Random(20 * a + p).randrange(5, 40),
                     "qas": [
                         {"question": f"Which fact is {a}.{p}?", "answers": [{"text": f"{a}.{p}"}, {"text": "it"}]},
                         {"question": "Unanswerable?", "answers": [], "is_impossible": True},
@@ -45,8 +46,11 @@ def hotpot(tmp_path: Path) -> Path:
     entries = [
         {
             "question": f"Who is {q}?",
-            "answer": f"person {q}",
-            "context": [[f"Title {q}-{i}", [f"Sentence {q} {i}. " * (5 + i + q % 7), "End."]] for i in range(10)],
+            "answer": f"End {q}",
+            "context": [
+                [f"Title {q}-{i}", [f"Sentence {q} {i}. " * random.Random(q * 10 + i).randrange(3, 25), f"End {q}."]]
+                for i in range(10)
+            ],
         }
         for q in range(20)
     ]
@@ -127,7 +131,7 @@ def test_needle_tasks_hide_what_they_ask_for(name: str, spec, tokenizer) -> None
         assert (body.count("The grass is green.") > 20) == (haystack == "noise")
         if haystack == "essay":
             assert "\n" not in body
-        assert (sample.depth is not None) == (len(found) == 1)
+        assert (sample.depth is not None) == (needles in (1, None))
 
 
 def test_an_essay_can_be_given_and_a_short_one_is_repeated(tmp_path: Path, tokenizer) -> None:
