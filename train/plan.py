@@ -343,8 +343,8 @@ def _memory_table(plan: Plan, stage: Stage) -> Table:
     where = "accelerator" if plan.machine.accelerator else "CPU"
     table = _table(f"Memory of one {where}, {stage.batch_size} x {stage.length:,} tokens")
     table.add_column("part", overflow="fold")
-    for moment in ("reading a document", "training on it"):
-        table.add_column(moment, justify="right")
+    for moment in (READING, TRAINING):  # a document is read, then trained on
+        table.add_column(moment, justify="right", no_wrap=True)
     parts = plan.parts(stage)
     for part in parts:
         table.add_row(part.name, *(format_bytes(part.bytes) if m in part.moments else "" for m in (READING, TRAINING)))
