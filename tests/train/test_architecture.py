@@ -94,9 +94,7 @@ def test_a_config_that_is_no_backbone_is_refused(tmp_path, content, message):
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "nonsense", "./here/there"])
 def test_what_can_be_nowhere_is_refused(name):
-    with pytest.raises(
-        BackboneError, match=r"neither a folder with config\.json, nor a Hub id, nor one of smoll"
-    ):
+    with pytest.raises(BackboneError, match=r"neither a folder with config\.json, nor a Hub id, nor one of smoll"):
         find_architecture(name)
 
 
