@@ -166,16 +166,19 @@ class Plan:
         for stage in self.stages:
             needed = peak(self.parts(stage))
             if needed > limit:
-                remedy = (
-                    "lower data.batch_size and raise trainer.accumulate_grad_batches"
-                    if stage.batch_size > 1
-                    else ("lower data.length, data.curriculum or model.query_window, or take a larger device")
-                )
                 found.append(
                     f"sequences of {stage.length:,} tokens, {stage.batch_size} at a time, need {format_bytes(needed)} "
-                    f"on the device, which has {format_bytes(limit)}: {remedy}"
+                    f"on the device, which has {format_bytes(limit)}: {self._remedy(stage)}"
                 )
         return found
+
+    def _remedy(self, stage: Stage) -> str:
+        """What is easiest to change for a smaller step."""
+        if stage.batch_size > 1:
+            return "lower data.batch_size and raise trainer.accumulate_grad_batches"
+        if not self.module.checkpoint_attention:
+            return "set model.checkpoint_attention true"
+        return "lower data.length, data.curriculum or model.query_window, set model.shard true, or take a larger device"
 
     def _host_problems(self) -> list[str]:
         limit = self.machine.host_bytes

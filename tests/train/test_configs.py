@@ -25,7 +25,7 @@ ABLATIONS = [path for path in FILES if path.parent.name == "ablations"]
 
 
 PUBLISHED = {  # L, H, K, d, adapter parameters, most of the backbone (a share)
-    "llama-3.2-3b": (28, 24, 8, 128, 2_760_400, 0.001),
+    "llama-3.2-3b": (28, 24, 8, 128, 2_760_368, 0.001),
     "llama-3-8b": (32, 32, 8, 128, 3_154_992, 0.0005),
     "llama-3.1-8b": (32, 32, 8, 128, 3_154_992, 0.0005),
     "mistral-7b-v0.2": (32, 32, 8, 128, 3_154_992, 0.0005),

@@ -75,16 +75,38 @@ def test_what_does_not_fit_is_named_with_its_remedy(config, capsys):
     assert main([*arguments, "--data.length", "200000", "--data.min_length", "3000", "--model.val_budget", "0.05"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "sequences of 200,000 tokens, 1 at a time, need" in printed
-    assert "on the device, which has 25.8 GB: lower data.length" in printed
+    assert "on the device, which has 25.8 GB: set model.checkpoint_attention true" in printed
     assert "on the host, which has 8 GB" in printed
     assert "exceed the 131,072 positions of meta-llama/Llama-3.1-8B" in printed
     assert "a budget of 0.05 needs documents of at least" in printed
     assert "Everything fits" not in printed
 
 
-def test_a_batch_that_does_not_fit_is_to_be_split(config):
-    (problem,) = plan_of(config, "--data.batch_size", "4").problems()
-    assert "lower data.batch_size and raise trainer.accumulate_grad_batches" in problem
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["--data.batch_size", "4"], "lower data.batch_size and raise trainer.accumulate_grad_batches"),
+        (["--model.checkpoint_attention", "true", "--data.length", "120000"], "lower data.length, data.curriculum"),
+    ],
+)
+def test_a_step_that_does_not_fit_has_its_remedy(config, arguments, remedy):
+    (problem,) = plan_of(config, *arguments).problems()
+    assert remedy in problem
+
+
+def test_attention_computed_again_needs_less(config):
+    whole, again = plan_of(config), plan_of(config, "--model.checkpoint_attention", "true")
+    assert peak(again.parts(again.stages[0])) < 0.7 * peak(whole.parts(whole.stages[0]))
+
+
+def test_a_curriculum_keeps_the_tokens_of_a_step(config):
+    plan = plan_of(config, "--data.curriculum", "{1000: 16384, 2000: 32768}")
+    assert [(plan.steps_of(s), s.length, s.sequences) for s in plan.stages] == [
+        (1000, 8192, 4),
+        (1000, 16384, 2),
+        (1000, 32768, 1),
+    ]
+    assert {plan.tokens_per_step(s) for s in plan.stages} == {65536}
 
 
 def test_memory_decides_and_not_the_word(config):
@@ -104,8 +126,10 @@ def test_without_an_accelerator_everything_is_on_the_host(config):
 
 
 def test_sharded_weights_are_split_over_the_processes(config):
-    whole, split = plan_of(config), plan_of(config, "--trainer.strategy", "fsdp")
-    assert split.parts(split.stages[0])[0].bytes == whole.parts(whole.stages[0])[0].bytes // 2
+    whole, split = plan_of(config), plan_of(config, "--model.shard", "true")
+    first, second = (plan.parts(plan.stages[0])[0] for plan in (whole, split))
+    assert second.name.endswith("of each layer 1/2")
+    assert second.bytes < 0.6 * first.bytes
 
 
 def test_layers_without_full_attention_do_not_fit(config, tmp_path):
@@ -117,12 +141,6 @@ def test_layers_without_full_attention_do_not_fit(config, tmp_path):
     assert any("layers without full attention" in problem for problem in problems)
 
 
-def test_a_run_without_a_number_of_steps_is_planned(config, capsys):
-    arguments = ["--trainer.max_steps", "-1", "--trainer.max_epochs", "2"]
-    assert main(["--config", str(config), *arguments, "--device-memory", "80GiB", "--host-memory", "1TB"]) == 0
-    assert "the number of steps depends on the documents" in " ".join(capsys.readouterr().out.split())
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -132,6 +150,8 @@ def test_a_run_without_a_number_of_steps_is_planned(config, capsys):
         (["--model.routng", "3"], "model.routng"),
         (["--model.adapter.routing_dim", "200"], "routing_dim 200 exceeds the head dimension 128"),
         (["--data.batch_size", "0"], "need data.batch_size >= 1"),
+        (["--trainer.max_steps", "-1"], "set trainer.max_steps"),
+        (["--data.curriculum", "{10: 9000}"], "not a whole number of sequences"),
         (["--config", "/no/such.yaml"], "/no/such.yaml"),
     ],
 )
