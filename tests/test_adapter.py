@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -196,3 +197,63 @@ def test_bad_settings():
         SeKVConfig(max_rank=0)
     with pytest.raises(PolicyError, match="segmentation 'words' is unknown"):
         SeKVConfig(segmentation="words")
+
+
+@pytest.fixture
+def hub_cache(monkeypatch, tmp_path, no_network):
+    """The Hub's cache in a folder of its own, as a download leaves it; no network."""
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+    def put(repo_id, folder):
+        commit = "0" * 40
+        home = tmp_path / "hub" / f"models--{repo_id.replace('/', '--')}"
+        (home / "refs").mkdir(parents=True)
+        (home / "refs" / "main").write_text(commit)
+        shutil.copytree(folder, home / "snapshots" / commit)
+
+    return put
+
+
+def test_an_adapter_is_loaded_by_its_hub_id(tiny_backbone, tmp_path, hub_cache, monkeypatch):
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8))
+    hub_cache("org/name", adapter.save_pretrained(tmp_path / "saved"))
+    monkeypatch.chdir(tmp_path)
+    loaded = SeKVAdapter.from_pretrained("org/name", tiny_backbone)
+    assert all(torch.equal(p, loaded.state_dict()[name]) for name, p in adapter.state_dict().items())
+
+
+def test_a_folder_goes_before_the_hub(tiny_backbone, tmp_path, hub_cache, monkeypatch):
+    config = SeKVConfig(routing_dim=8)
+    hub_cache("org/name", SeKVAdapter.create(tiny_backbone, config).save_pretrained(tmp_path / "saved"))
+    monkeypatch.chdir(tmp_path)
+    SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=4)).save_pretrained("org/name")
+    assert SeKVAdapter.from_pretrained("org/name").config.routing_dim == 4
+
+
+def test_an_adapter_that_is_nowhere_says_where_it_was_looked_for(hub_cache):
+    with pytest.raises(
+        AdapterError, match="no folder org/other with an adapter, and on the Hub: 'org/other' is not in"
+    ):
+        SeKVAdapter.from_pretrained("org/other")
+
+
+def test_a_repository_that_holds_no_adapter_is_refused(tmp_path, hub_cache):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("nothing")
+    hub_cache("org/empty", tmp_path / "empty")
+    with pytest.raises(AdapterError, match=r"adapter_config\.json does not exist; give a Hub id, or a folder"):
+        SeKVAdapter.from_pretrained("org/empty")
+
+
+def test_only_the_adapters_files_are_asked_for(tiny_backbone, tmp_path, monkeypatch):
+    folder = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8)).save_pretrained(tmp_path / "saved")
+    asked = []
+    monkeypatch.setattr("sekv.hub._unreachable", lambda *arguments: None)
+    monkeypatch.setattr(
+        "sekv.hub.snapshot_download", lambda repo, **options: asked.append((repo, options)) or str(folder)
+    )
+    SeKVAdapter.from_pretrained("org/name")
+    patterns = ["adapter_config.json", "adapter_model.safetensors"]
+    assert asked == [("org/name", {"allow_patterns": patterns, "local_files_only": False})]

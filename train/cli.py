@@ -162,7 +162,7 @@ class TrainCLI(LightningCLI):
             ConfigError: the trainer's steps or intervals are out of range, or nothing is left to train.
         """
         config = self.config
-        _check_intervals(config)
+        check_intervals(config)
         name = config.name or f"{Path(config.model.backbone).name}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.run_dir = Path(config.runs) / name
         _check_writable(self.run_dir)
@@ -307,7 +307,7 @@ class TrainCLI(LightningCLI):
         return f"stopped after step {self.trainer.global_step}; {remedy}"
 
 
-def _check_intervals(config: Any) -> None:
+def check_intervals(config: Any) -> None:
     """Refuses counts of steps that Lightning would stumble over in the middle of a run."""
     options = config.trainer
     if options.max_steps < 0:

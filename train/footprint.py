@@ -9,7 +9,9 @@ D hidden size, E exact rows, S spans of at most m tokens, T span tokens, r compo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+from torch import nn
 
 from sekv.adapter import SeKVAdapter, SeKVConfig
 from sekv.backbone import Backbone
@@ -32,6 +34,8 @@ class StepSize:
         mined: queries that the losses look at, M.
         budget: the largest one of the run.
         element_bytes: of a number in the backbone's dtype.
+        checkpoint_attention: attention is computed again in the backward pass, so that one layer's is there at a time.
+        shards: processes that the backbone's layers are dealt to.
     """
 
     batch: int
@@ -40,6 +44,8 @@ class StepSize:
     mined: int
     budget: Budget
     element_bytes: int
+    checkpoint_attention: bool = False
+    shards: int = 1
 
     @property
     def context(self) -> int:
@@ -107,16 +113,18 @@ def step_parts(backbone: Backbone, adapter: SeKVAdapter, size: StepSize) -> list
     layers = len(backbone.geometry.compressible)
     cut = expected_cut(adapter.config, size.budget, size.context)
     layer = _Layer(backbone, adapter.config, size, cut)
+    kept = 1 if size.checkpoint_attention else layers
+    weights = "backbone weights" if size.shards == 1 else f"backbone weights, of each layer 1/{size.shards}"
     return [
-        Part("backbone weights", weight_bytes(backbone, size.element_bytes), both),
+        Part(weights, weight_bytes(backbone, size.element_bytes, size.shards), both),
         Part("adapter with gradient and optimiser", adapter_bytes(adapter), both),
         Part("the document's keys, values and window queries", layers * layer.document(), both),
         Part("activations of one layer over the document", layer.reading(), reading),
         Part("surprisal, a chunk of logits", layer.surprisal(), reading),
-        Part("memory: summaries, exact and raw rows", layers * layer.rows(), training),
+        Part("memory: summaries, exact and raw rows", layers * layer.rows() + layer.rotation(), training),
         Part("memory: bases and gates", layers * layer.bases(), training),
-        Part("student: rows rebuilt from bases", layers * layer.rebuilt(), training),
-        Part("student: attention of the window over the rows", layers * layer.attention(), training),
+        Part("student: rows rebuilt from bases", kept * layer.rebuilt(), training),
+        Part("student: attention of the window over the rows", kept * layer.attention(), training),
         Part("student: activations of the window", layers * layer.decoder(), training),
         Part("losses of all layers", layers * layer.losses(), training),
         Part("one layer's teacher rows (Q x N) or gradients", layer.transient(), training),
@@ -134,10 +142,21 @@ def moment_bytes(parts: list[Part], moment: str) -> int:
     return sum(part.bytes for part in parts if moment in part.moments)
 
 
-def weight_bytes(backbone: Backbone, element_bytes: int) -> int:
-    """Parameters, shared ones counted once, in the given dtype, and buffers in theirs."""
+def weight_bytes(backbone: Backbone, element_bytes: int, shards: int = 1) -> int:
+    """Parameters, shared ones counted once, in the given dtype, and buffers in theirs.
+
+    Of layers dealt to several processes one process holds its part, and one whole layer while that is computed.
+    """
     buffers = sum(b.numel() * b.element_size() for b in backbone.model.buffers())
-    return backbone.num_parameters * element_bytes + buffers
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in _decoder_layers(backbone)]
+    held = backbone.num_parameters
+    if shards > 1:
+        held += max(sizes) + sum(sizes) // shards - sum(sizes)
+    return held * element_bytes + buffers
+
+
+def _decoder_layers(backbone: Backbone) -> nn.ModuleList:
+    return cast(nn.ModuleList, backbone.model.get_decoder().get_submodule("layers"))
 
 
 def adapter_bytes(adapter: SeKVAdapter) -> int:
@@ -185,12 +204,16 @@ class _Layer:
         return 2 * self._per_kv_head(cut.spans) * (basis + gate) * _F32
 
     def rebuilt(self) -> int:
-        """Gated left factors in float32, and the rebuilt rows; the rotation of one head's span tokens."""
+        """Gated left factors in float32, and the rebuilt rows."""
         cut, dim = self.cut, self.backbone.geometry.head_dim
         factors = 2 * self._per_kv_head(cut.spans * cut.longest * self._rank) * _F32
         rows = 2 * self._per_kv_head(cut.span_tokens) * dim * self.size.element_bytes
-        rotation = 2 * self.size.batch * cut.spans * cut.longest * dim * _F32 if self.config.rope == "pre" else 0
-        return factors + rows + rotation
+        return factors + rows
+
+    def rotation(self) -> int:
+        """Cos and sin of the spans' tokens, which all layers share."""
+        numbers = self.size.batch * self.cut.spans * self.cut.longest * self.backbone.geometry.head_dim
+        return 2 * numbers * _F32 if self.config.rope == "pre" else 0
 
     def attention(self) -> int:
         """What the gradient needs of one softmax over all rows: exponentials, gated exponentials, masses, gates."""

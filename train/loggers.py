@@ -85,7 +85,7 @@ def finish_wandb(loggers: Iterable[Logger]) -> None:
 
 
 def _new_id() -> str:
-    from wandb.util import generate_id
+    from wandb.sdk.lib.runid import generate_id
 
     return generate_id()
 

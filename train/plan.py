@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jsonargparse
 import torch
@@ -24,7 +24,8 @@ from sekv.budget import Budget
 from sekv.errors import DataError, SeKVError
 from sekv.evaluation.report import format_bytes
 from train.architecture import Architecture, find_architecture
-from train.cli import TrainCLI, one_line, quiet_lightning
+from train.cli import TrainCLI, check_intervals, one_line, quiet_lightning
+from train.curriculum import Curriculum, Stage
 from train.data import TextDataModule
 from train.footprint import (
     READING,
@@ -60,22 +61,6 @@ published ones that comes with sekv, or for another Hub id from its config.json 
 something would not fit."""
 
 
-class Stage(NamedTuple):
-    """Steps over sequences of one length.
-
-    Attributes:
-        step: first optimiser step.
-        length: longest sequence in tokens.
-        batch_size: sequences per batch and process.
-        accumulate: batches per step.
-    """
-
-    step: int
-    length: int
-    batch_size: int
-    accumulate: int
-
-
 @dataclass(frozen=True)
 class Machine:
     """What the run would have.
@@ -85,14 +70,12 @@ class Machine:
         device_bytes: of one accelerator; None when unknown.
         host_bytes: of the host; None when unknown.
         processes: that train, over all nodes.
-        sharded: weights are split over the processes.
     """
 
     accelerator: bool
     device_bytes: int | None
     host_bytes: int | None
     processes: int
-    sharded: bool
 
 
 @dataclass(frozen=True)
@@ -123,13 +106,9 @@ class Plan:
     @cached_property
     def stages(self) -> list[Stage]:
         """The curriculum."""
+        data = self.datamodule
         accumulate = self.trainer.accumulate_grad_batches or 1
-        return [Stage(0, self.datamodule.length, self.datamodule.batch_size, accumulate)]
-
-    @property
-    def steps(self) -> int | None:
-        """Optimiser steps, or None when the configuration does not say."""
-        return self.trainer.max_steps if self.trainer.max_steps >= 0 else None
+        return Curriculum(data.length, data.min_length, data.batch_size, accumulate, data.later).stages
 
     @property
     def trained_parameters(self) -> int:
@@ -139,13 +118,12 @@ class Plan:
 
     def steps_of(self, stage: Stage) -> int:
         """Optimiser steps that a stage takes."""
-        steps = self.steps or 0
         later = [s.step for s in self.stages if s.step > stage.step]
-        return max(0, min([steps, *later]) - stage.step)
+        return max(0, min([self.trainer.max_steps, *later]) - stage.step)
 
     def tokens_per_step(self, stage: Stage) -> int:
         """At most, over all processes."""
-        return stage.length * stage.batch_size * stage.accumulate * self.machine.processes
+        return stage.length * stage.sequences * self.machine.processes
 
     def parts(self, stage: Stage) -> list[Part]:
         """Memory of one device in a stage."""
@@ -156,12 +134,10 @@ class Plan:
             mined=min(self.module.mining.queries, self.module.query_window),
             budget=max(self.module.budgets, key=lambda budget: budget.share or 0.0),
             element_bytes=self.dtype.itemsize,
+            checkpoint_attention=self.module.checkpoint_attention,
+            shards=self.machine.processes if self.module.shard else 1,
         )
         parts = step_parts(self.architecture.backbone, self.adapter, size)
-        if self.machine.sharded:
-            whole = parts[0]
-            share = f"{whole.name} (a share of 1/{self.machine.processes})"
-            parts[0] = whole._replace(name=share, bytes=whole.bytes // self.machine.processes)
         if self.machine.accelerator:
             parts.append(Part("context and kernels of the accelerator", _DEVICE_OVERHEAD, (READING, TRAINING)))
         return parts
@@ -190,16 +166,19 @@ class Plan:
         for stage in self.stages:
             needed = peak(self.parts(stage))
             if needed > limit:
-                remedy = (
-                    "lower data.batch_size and raise trainer.accumulate_grad_batches"
-                    if stage.batch_size > 1
-                    else ("lower data.length, data.curriculum or model.query_window, or take a larger device")
-                )
                 found.append(
                     f"sequences of {stage.length:,} tokens, {stage.batch_size} at a time, need {format_bytes(needed)} "
-                    f"on the device, which has {format_bytes(limit)}: {remedy}"
+                    f"on the device, which has {format_bytes(limit)}: {self._remedy(stage)}"
                 )
         return found
+
+    def _remedy(self, stage: Stage) -> str:
+        """What is easiest to change for a smaller step."""
+        if stage.batch_size > 1:
+            return "lower data.batch_size and raise trainer.accumulate_grad_batches"
+        if not self.module.checkpoint_attention:
+            return "set model.checkpoint_attention true"
+        return "lower data.length, data.curriculum or model.query_window, set model.shard true, or take a larger device"
 
     def _host_problems(self) -> list[str]:
         limit = self.machine.host_bytes
@@ -248,7 +227,12 @@ class _PlanCLI(TrainCLI):
     """Parses as training does, and makes module and data module only."""
 
     def before_instantiate_classes(self) -> None:
-        """No folder is looked at."""
+        """No folder is looked at.
+
+        Raises:
+            ConfigError: the trainer's steps or intervals are out of range.
+        """
+        check_intervals(self.config)
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
         """None: a machine that plans need not have what the run will use."""
@@ -284,9 +268,8 @@ def _machine(trainer: Any, device_memory: int | None, host_memory: int | None) -
         count = int(devices)
     if count < 1:  # auto, or all
         count = max(1, found) if accelerator else 1
-    sharded = isinstance(trainer.strategy, str) and trainer.strategy.startswith(("fsdp", "deepspeed"))
     host = host_memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Machine(accelerator, device_memory, host, count * trainer.num_nodes, sharded)
+    return Machine(accelerator, device_memory, host, count * trainer.num_nodes)
 
 
 def print_plan(plan: Plan, console: Console) -> None:
@@ -323,19 +306,15 @@ def _steps_table(plan: Plan) -> Table:
     for stage in plan.stages:
         steps, per_step = plan.steps_of(stage), plan.tokens_per_step(stage)
         total += steps * per_step
-        known = plan.steps is not None
         table.add_row(
             f"{stage.step:,}",
-            f"{steps:,}" if known else "?",
+            f"{steps:,}",
             f"{stage.length:,}",
             f"{per_step // stage.length:,}",
             f"{per_step:,}",
-            f"{steps * per_step:,}" if known else "?",
+            f"{steps * per_step:,}",
         )
-    if plan.steps is None:
-        table.caption = "trainer.max_steps is not set: the number of steps depends on the documents"
-    else:
-        table.caption = f"in all {plan.steps:,} steps and at most {total:,} tokens"
+    table.caption = f"in all {plan.trainer.max_steps:,} steps and at most {total:,} tokens"
     return table
 
 
@@ -343,8 +322,8 @@ def _memory_table(plan: Plan, stage: Stage) -> Table:
     where = "accelerator" if plan.machine.accelerator else "CPU"
     table = _table(f"Memory of one {where}, {stage.batch_size} x {stage.length:,} tokens")
     table.add_column("part", overflow="fold")
-    for moment in ("reading a document", "training on it"):
-        table.add_column(moment, justify="right")
+    for moment in (READING, TRAINING):  # a document is read, then trained on
+        table.add_column(moment, justify="right", no_wrap=True)
     parts = plan.parts(stage)
     for part in parts:
         table.add_row(part.name, *(format_bytes(part.bytes) if m in part.moments else "" for m in (READING, TRAINING)))

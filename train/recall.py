@@ -58,8 +58,8 @@ def zoom_rates(traces: Sequence[LayerTrace]) -> dict[str, Tensor]:
     """
 
     def rate(decision: Tensor, mask: Tensor) -> Tensor:
-        real = mask[:, None, None]
-        return (decision * real).sum(dim=(2, 3)) / (real.sum(dim=-1) * decision.shape[2]).clamp_min(1)
+        count = mask.sum(dim=1)[:, None] * decision.shape[2]
+        return (decision * mask[:, None, None]).sum(dim=(2, 3)) / count.clamp_min(1)
 
     return {
         ASKED: torch.stack([rate(t.alpha >= t.tau[:, None, None], t.span_mask) for t in traces], dim=1),

@@ -496,7 +496,8 @@ class DifferentiableSpanStore(SpanStore):
         ]
         output, masses = mixed_attention(query, row_sets, scaling)
         exact, summary, zoomed = (m.flatten(1, 2) for m in masses)
-        return output, exact, summary + sum_by_span(zoomed, tokens.span, self._length.shape[1])
+        # A copy: a view of the masses would keep those of all rows alive.
+        return output, exact.clone(), summary + sum_by_span(zoomed, tokens.span, self._length.shape[1])
 
     def resident_tensors(self) -> list[Tensor | None]:
         """Exact rows, summaries, and the spans' raw rows: training keeps them all on the compute tier."""

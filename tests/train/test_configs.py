@@ -5,17 +5,35 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import DynamicCache
 
 from sekv.adapter import SeKVConfig
+from sekv.cache import RecordingLayer
+from train.architecture import find_architecture
 from train.cli import TrainCLI
+from train.footprint import peak
 from train.losses import LossConfig
 from train.module import SeKVModule
+from train.plan import make_plan
 from train.windows import smallest_context
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = CONFIGS / "smollm2-135m.yaml"
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 ABLATIONS = [path for path in FILES if path.parent.name == "ablations"]
+
+
+PUBLISHED = {  # L, H, K, d, adapter parameters, most of the backbone (a share)
+    "llama-3.2-3b": (28, 24, 8, 128, 2_760_368, 0.001),
+    "llama-3-8b": (32, 32, 8, 128, 3_154_992, 0.0005),
+    "llama-3.1-8b": (32, 32, 8, 128, 3_154_992, 0.0005),
+    "mistral-7b-v0.2": (32, 32, 8, 128, 3_154_992, 0.0005),
+    "qwen2.5-14b": (48, 40, 8, 128, 5_911_088, 0.0005),
+    "qwen3-4b": (36, 32, 8, 128, 4_728_368, 0.0012),
+    "qwen3-8b": (36, 32, 8, 128, 3_548_720, 0.0005),
+    "smollm2-135m": (30, 9, 3, 64, 557_160, 0.005),
+}
 
 
 def load(*files: Path) -> TrainCLI:
@@ -52,6 +70,46 @@ def test_documents_are_long_enough_for_every_budget(files, monkeypatch, tmp_path
     for budget in (*cli.model.budgets, cli.model.val_budget):
         smallest = smallest_context(budget, segmentation, cli.datamodule.length)
         assert smallest + cli.model.query_window <= cli.datamodule.min_length
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_backbone_of_the_papers_has_the_adapter_it_should(name, monkeypatch, tmp_path):
+    """Of the published architecture: the adapter's size and share, and the shapes that the adapter meets."""
+    monkeypatch.setenv("SEKV_CACHE", str(tmp_path))
+    cli = load(CONFIGS / f"{name}.yaml")
+    layers, heads, kv_heads, dim, parameters, most = PUBLISHED[name]
+    architecture = find_architecture(cli.config.model.backbone)
+    backbone, adapter = architecture.backbone, architecture.adapter(cli.model.adapter_config)
+    shape = backbone.geometry
+    assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (layers, heads, kv_heads, dim)
+    assert adapter.num_parameters == parameters
+    assert adapter.parameter_share < most
+    assert adapter.projection.shape == (layers, heads, cli.model.adapter_config.routing_dim, dim)
+
+    recording = [RecordingLayer(64, window=16) for _ in range(layers)]
+    cache = DynamicCache()
+    cache.layers, cache.layer_class_to_replicate = recording, None
+    hidden = backbone.hidden_states(torch.zeros(2, 64, dtype=torch.long, device="meta"), cache=cache)
+    assert backbone.logits(hidden[:, -1:]).shape == (2, 1, shape.vocab_size)
+    for layer in recording:
+        assert layer.keys.shape == layer.values.shape == (2, kv_heads, 64, dim)
+        assert layer.queries.shape == (2, heads, 16, dim)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_backbone_of_the_papers_is_planned(name, monkeypatch, tmp_path):
+    """The curriculum stays within the positions, and the first stage fits a device of 80 GiB."""
+    monkeypatch.setenv("SEKV_CACHE", str(tmp_path))
+    plan = make_plan(["--config", str(CONFIGS / f"{name}.yaml")], 80 * 2**30, 10**12)
+    assert max(stage.length for stage in plan.stages) <= plan.architecture.backbone.geometry.max_positions
+    assert peak(plan.parts(plan.stages[0])) < 80 * 2**30
+    assert len({plan.tokens_per_step(stage) for stage in plan.stages}) == 1
+
+
+def test_every_ablation_of_the_paper_is_there():
+    """Seven rows; unweighted and mean-pooled summaries are one switch here."""
+    table = {"fixed-chunks", "no-anchors", "unweighted-summaries", "untrained-zoom", "no-reconstruction"}
+    assert table | {"global-threshold"} <= {path.stem for path in ABLATIONS}
 
 
 @pytest.mark.parametrize("file", ABLATIONS, ids=lambda path: path.stem)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from huggingface_hub.errors import LocalTokenNotFoundError
 
+import sekv.hub
 from sekv.adapter import SeKVAdapter, read_adapter_config
+from sekv.cli import main
 from sekv.errors import AdapterError
 from train.export import export_checkpoint
 
@@ -27,12 +30,16 @@ def rewritten(path, change):
 
 def test_the_export_says_where_it_comes_from(checkpoint, tmp_path, backbone_folder):
     folder = export_checkpoint(checkpoint, tmp_path / "out")
-    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     training = read_adapter_config(folder)["training"]
     assert training["steps"] == 2
     assert training["backbone"] == str(backbone_folder)
     assert training["metrics"]["train/loss"] > 0
     assert training["hyper_parameters"]["query_window"] == 16
+    assert training["parameters"] == SeKVAdapter.from_pretrained(folder).num_parameters
+    card = (folder / "README.md").read_text()
+    assert "| steps | 2 |" in card
+    assert f"# {folder.name}\n" in card
 
 
 def test_the_export_loads_over_its_backbone_and_no_other(checkpoint, tmp_path, make_tiny_backbone):
@@ -110,3 +117,81 @@ def test_a_foreign_file_is_refused_without_advice_to_execute_it(tmp_path, conten
 def test_a_folder_is_not_a_checkpoint(tmp_path):
     with pytest.raises(AdapterError, match=r"is a folder; give a checkpoint, such as runs/NAME/checkpoints/best\.ckpt"):
         export_checkpoint(tmp_path, tmp_path / "out")
+
+
+class Hub:
+    """Stands for the Hub's client; keeps what it is asked."""
+
+    def __init__(self, broken=()):
+        self.calls, self.broken = [], broken
+
+    def __getattr__(self, name):
+        def call(*arguments, **options):
+            if name in self.broken:
+                raise self.broken[name]
+            self.calls.append((name, arguments, options))
+            return "https://hub/me/mine"
+
+        return call
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    client = Hub()
+    monkeypatch.setattr(sekv.hub, "HfApi", lambda: client)
+    monkeypatch.setattr(sekv.hub.constants, "HF_HUB_OFFLINE", False)
+    return client
+
+
+def test_an_export_is_pushed_as_one_commit(checkpoint, tmp_path, hub, capsys):
+    out = tmp_path / "out"
+    assert main(["export", str(checkpoint), str(out), "--push-to-hub", "me/mine", "--private"]) == 0
+    (who, _, _), (create, repository, options), (upload, _, what) = hub.calls
+    assert (who, create, upload) == ("whoami", "create_repo", "upload_folder")
+    assert (repository, options) == (("me/mine",), {"private": True, "exist_ok": True})
+    assert (what["repo_id"], what["folder_path"]) == ("me/mine", out)
+    assert set(what["allow_patterns"]) == {path.name for path in out.iterdir()}
+    assert what["commit_message"] == "Adapter after 2 steps"
+    assert 'from_pretrained("me/mine", backbone)' in (out / "README.md").read_text()
+    assert "pushed to https://hub/me/mine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("repository", "broken", "message"),
+    [
+        ("mine", {}, "'mine' is no name for the Hub; give ORGANISATION/NAME"),
+        ("me/mine", {"whoami": LocalTokenNotFoundError("no")}, "nobody is logged in to the Hub; run `hf auth login`"),
+        ("me/mine", {"whoami": OSError("no route")}, "the Hub does not let you in (OSError: no route)"),
+    ],
+)
+def test_a_push_that_must_fail_is_refused_before_anything_is_written(
+    checkpoint, tmp_path, hub, repository, broken, message, capsys
+):
+    hub.broken = broken
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--push-to-hub", repository]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_push_that_breaks_off_leaves_the_folder(checkpoint, tmp_path, hub, capsys):
+    hub.broken = {"upload_folder": OSError("connection lost")}
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--push-to-hub", "me/mine"]) == 2
+    assert "pushing to 'me/mine' failed (OSError: connection lost)" in capsys.readouterr().err
+    assert SeKVAdapter.from_pretrained(tmp_path / "out").num_parameters > 0
+
+
+def test_no_push_while_offline_is_set(checkpoint, tmp_path, hub, monkeypatch, capsys):
+    monkeypatch.setattr(sekv.hub.constants, "HF_HUB_OFFLINE", True)
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--push-to-hub", "me/mine"]) == 2
+    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    assert hub.calls == []
+
+
+def test_results_are_part_of_the_card(checkpoint, tmp_path, capsys):
+    (tmp_path / "results.json").write_text("nonsense")
+    arguments = ["export", str(checkpoint), str(tmp_path / "out"), "--results", str(tmp_path / "results.json")]
+    assert main(arguments) == 2
+    assert "results.json is not a results.json" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -47,16 +47,19 @@ def test_live_bytes_counts_a_storage_once_until_it_is_freed():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "window", "share", "batch", "options", "settings"),
+    ("tokens", "window", "share", "batch", "options", "settings", "checkpoint"),
     [
-        (1024, 64, 0.2, 1, {}, {}),
-        (2048, 64, 0.1, 1, {}, {}),
-        (1024, 64, 0.2, 2, {"num_hidden_layers": 4}, {}),
-        (1024, 64, 0.2, 1, {"num_key_value_heads": 1, "head_dim": 32}, {"max_rank": 16}),
-        (1024, 64, 0.2, 1, {}, {"share_group": False, "rope": "post"}),
+        (1024, 64, 0.2, 1, {}, {}, False),
+        (2048, 64, 0.1, 1, {}, {}, False),
+        (1024, 64, 0.2, 2, {"num_hidden_layers": 4}, {}, False),
+        (1024, 64, 0.2, 1, {"num_hidden_layers": 6}, {}, True),
+        (1024, 64, 0.2, 1, {"num_key_value_heads": 1, "head_dim": 32}, {"max_rank": 16}, False),
+        (1024, 64, 0.2, 1, {}, {"share_group": False, "rope": "post"}, False),
     ],
 )
-def test_a_step_needs_what_is_predicted(make_tiny_backbone, tokens, window, share, batch, options, settings):
+def test_a_step_needs_what_is_predicted(
+    make_tiny_backbone, tokens, window, share, batch, options, settings, checkpoint
+):
     """Within 20% beside weights and optimiser, and rather too much than too little."""
     backbone = make_tiny_backbone("llama", **options)
     adapter = SeKVAdapter.create(backbone, SeKVConfig(**{"routing_dim": 8, "max_rank": 8, **settings}))
@@ -71,9 +74,10 @@ def test_a_step_needs_what_is_predicted(make_tiny_backbone, tokens, window, shar
             budget=budget,
             mining=MiningConfig(),
             config=LossConfig(),
+            checkpoint=checkpoint,
         )
         total(outcome.losses, LossConfig(), anneal=1.0).mean().backward()
-    size = StepSize(batch, tokens, window, min(MiningConfig().queries, window), budget, 4)
+    size = StepSize(batch, tokens, window, min(MiningConfig().queries, window), budget, 4, checkpoint)
     fixed = weight_bytes(backbone, 4) + adapter_bytes(adapter)
     predicted = moment_bytes(step_parts(backbone, adapter, size), TRAINING) - fixed
     assert 0.95 <= predicted / tracked.peak <= 1.2
@@ -141,3 +145,9 @@ def test_memory_grows_linearly_with_the_document(tiny_backbone):
 
     first, second, third = (bytes_of(n + 128) for n in (8192, 16384, 32768))
     assert third - second == pytest.approx(2 * (second - first), rel=0.02)
+
+
+def test_layers_dealt_to_processes_are_held_in_part(make_tiny_backbone):
+    backbone = make_tiny_backbone("llama", num_hidden_layers=4)
+    one = sum(p.numel() for p in backbone.model.get_decoder().layers[0].parameters())
+    assert weight_bytes(backbone, 4) - weight_bytes(backbone, 4, shards=2) == 4 * (4 * one - (2 * one + one))
