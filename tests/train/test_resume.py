@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from tests.train.data_files import make_texts, write
 from train.cli import main
 from train.export import export_checkpoint
+from train.module import SeKVModule
 
 ROOT = Path(__file__).parents[2]
 STEPS = 8
@@ -108,26 +109,47 @@ def whole(runs):
     return adapter(runs, "whole")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_a_stopped_and_resumed_run_ends_with_the_same_adapter(number, runs, whole, monkeypatch, capfd):
+def resume(config: Path, name: str) -> dict[str, torch.Tensor]:
+    assert main(["--config", str(config), "--name", name, "--resume", "last"]) == 0
+    return adapter(config, name)
+
+
+def test_a_killed_and_resumed_run_ends_with_the_same_adapter(runs, whole, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    step = random.Random(number).randint(3, STEPS - 2)
-    name = f"stopped-{number.name}"
-    process = start(runs, name)
-    printed = run_to(process, step, number)
-    assert process.returncode == (-9 if number == signal.SIGKILL else 143), printed
-    checkpoint = runs.parent / "runs" / name / "checkpoints" / "last.ckpt"
-    saved = torch.load(checkpoint, weights_only=True)["global_step"]
-    if number == signal.SIGKILL:
-        assert saved % 2 == 0
-    else:  # saved when told to stop, not two steps before
-        assert saved >= step
-        assert f"stopped after step {saved}; go on with --name {name} --resume last" in " ".join(printed.split())
-    assert saved < STEPS
-    assert not list(checkpoint.parent.glob("*.tmp"))
-    assert main(["--config", str(runs), "--name", name, "--resume", "last"]) == 0
-    resumed = adapter(runs, name)
+    step = random.Random(0).randint(3, STEPS - 2)
+    process = start(runs, "killed")
+    printed = run_to(process, step, signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL, printed
+    checkpoint = runs.parent / "runs" / "killed" / "checkpoints" / "last.ckpt"
+    assert torch.load(checkpoint, weights_only=True)["global_step"] in range(2, STEPS, 2)
+    resumed = resume(runs, "killed")
     assert resumed.keys() == whole.keys()
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+
+
+@pytest.mark.parametrize("batch", [5, 6, 8])
+def test_a_terminated_run_saves_where_it_is_and_resumes(batch, runs, whole, monkeypatch, capsys):
+    """Between two steps, in the middle of one, and at a change of stage."""
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    name = f"terminated-{batch}"
+    kept = signal.getsignal(signal.SIGTERM)
+    draw = SeKVModule._draw
+
+    def stop(module, *args):
+        if module.trainer.fit_loop.epoch_loop.total_batch_idx + 1 == batch:
+            signal.raise_signal(signal.SIGTERM)
+        return draw(module, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SeKVModule, "_draw", stop)
+        assert main(["--config", str(runs), "--name", name]) == 143
+    signal.signal(signal.SIGTERM, kept)
+    assert f"stopped after step {batch // 2}; go on with --name {name} --resume last" in capsys.readouterr().err
+    content = torch.load(runs.parent / "runs" / name / "checkpoints" / "last.ckpt", weights_only=True)
+    assert content["global_step"] == batch // 2  # not of the last regular save
+    gradients = next(state["gradients"] for state in content["callbacks"].values() if "gradients" in state)
+    assert bool(gradients) == bool(batch % 2)
+    resumed = resume(runs, name)
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
 
 
