@@ -36,7 +36,7 @@ def test_two_processes_train_what_one_trains(shard, runs, one, tmp_path: Path): 
     assert not fresh
     content = torch.load(runs.parent / "runs" / name / "checkpoints" / "last.ckpt", weights_only=True)
     (place,) = content["loops"]["fit_loop"]["state_dict"]["combined_loader"]
-    assert [stream["index"] for stream in place["streams"]] == [8, 8]  # of both ranks: 3 steps of 4 and 2 of 2
+    assert [stream["index"] for stream in place["streams"]] == [8, 8]
 
 
 def test_a_single_process_has_nobody_to_share_with(tiny_backbone):
