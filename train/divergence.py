@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from sekv.adapter import SeKVAdapter
 from sekv.budget import Budget
 from sekv.errors import DataError
 from train import losses
@@ -133,7 +132,7 @@ def replay(module: SeKVModule, path: str | Path) -> dict[str, list[float]]:
             facts = file.metadata() or {}
             tensors = {name: file.get_tensor(name).to(backbone.device) for name in file.keys()}  # noqa: SIM118
         draw = Draw(Budget(share=float(facts["budget"])), tensors.pop("cuts"))
-        adapter = cast(SeKVAdapter, module.adapter)
+        adapter = module.adapter
         adapter.load_state_dict({n.removeprefix(_ADAPTER): t for n, t in tensors.items() if n.startswith(_ADAPTER)})
     except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())

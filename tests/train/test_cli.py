@@ -98,7 +98,7 @@ def test_resuming_goes_on_from_the_last_checkpoint(config):
     assert main(["--config", str(config), "--resume", "last"]) == 0
     content = torch.load(run_folder(config) / "checkpoints" / "last.ckpt", weights_only=True)
     assert content["global_step"] == 4
-    assert content["loops"]["fit_loop"]["state_dict"]["combined_loader"] == [{"position": 4}]
+    assert content["loops"]["fit_loop"]["state_dict"]["combined_loader"][0]["batches"] == 4
 
 
 def test_an_earlier_run_is_not_overwritten_unless_told(config, capsys):

@@ -319,5 +319,7 @@ def test_batches_are_tensors_of_the_right_kind(make_data, tokenizer):
 
 def test_the_warm_start_reads_what_training_begins_with(make_data, tokenizer):
     data = ready(make_data(batch_size=1, streams=2), tokenizer)
+    loader = data.train_dataloader()
     warm = [tokenizer.decode(ids) for ids in data.warm_start_sequences(4)]
-    assert warm == read(data, tokenizer, 4)
+    assert warm == [tokenizer.decode(batch["input_ids"][0]) for batch in islice(loader, 4)]
+    assert [stream["index"] for stream in loader.state_dict()["streams"]] == [2, 2]

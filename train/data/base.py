@@ -172,9 +172,12 @@ class TextDataModule(LightningDataModule):
         return DataLoader(found, batch_size=self.batch_size, collate_fn=collate)  # type: ignore[arg-type]
 
     def warm_start_sequences(self, count: int) -> list[TokenIds]:
-        """The first `count` training sequences, the same on every rank."""
+        """The first `count` training sequences, the same on every rank; for use before the first step."""
         streams, stage = self._make_streams(), self.curriculum.stages[0]
-        return [streams[i % len(streams)].draw(stage) for i in range(count)]
+        drawn = [streams[i % len(streams)].draw(stage) for i in range(count)]
+        for stream in streams:  # training begins at the beginning
+            stream.rewind()
+        return drawn
 
     @property
     def _ranks(self) -> tuple[int, int]:

@@ -125,8 +125,9 @@ class StreamLoader:
         loader: DataLoader[Drawn] = DataLoader(sequences, **options)
         items = iter(loader)
         while True:
-            drawn = [next(items) for _ in range(self.curriculum.at_batch(self.batches).batch_size)]
-            for item in drawn:
+            drawn = []
+            for _ in range(self.curriculum.at_batch(self.batches).batch_size):
+                drawn.append(item := next(items))
                 self._remember(item)
             self.tally.check(self.n_files, complete=all(complete for _, complete in self._read.values()))
             self.batches += 1
