@@ -19,8 +19,10 @@ from sekv.policies.kvzip import KVzipPolicy
 from sekv.policies.nestedkv import NestedKVPolicy
 from sekv.policies.observed import ObservedAttentionPolicy
 from sekv.policies.pyramidkv import PyramidKVPolicy
+from sekv.policies.quest import QuestPolicy
 from sekv.policies.sekv import SeKVPolicy
 from sekv.policies.semanticache import SemantiCachePolicy
+from sekv.policies.sentencekv import SentenceKVPolicy
 from sekv.policies.snapkv import SnapKVPolicy
 from sekv.policies.streaming_llm import StreamingLLMPolicy
 from sekv.policies.tova import TOVAPolicy
@@ -57,6 +59,8 @@ for _policy in (
     ChunkKVPolicy,
     KVzipPolicy,
     SemantiCachePolicy,
+    QuestPolicy,
+    SentenceKVPolicy,
 ):
     register(_policy)
 

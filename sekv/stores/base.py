@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -163,7 +164,7 @@ class Store(ABC):
         """Forgets the last `n` tail tokens."""
         self.exact.crop(n)
 
-    def fork(self) -> Store:
+    def fork(self) -> Self:
         """A store for another question: same context memory (shared, never written), empty tail, fresh meters."""
         twin = copy.copy(self)
         twin.exact = self.exact.fork()

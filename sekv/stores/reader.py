@@ -1,8 +1,8 @@
 """Reading a memory whose spans lie on the host: fetch what a query chose, one softmax over all it may see.
 
-The context part of a layer's `ExactRows` is laid out as [exact rows | summaries | slots]; the tail follows. Exact rows and
-summaries never change. The slots hold rebuilt rows of the spans that single-token steps chose, and stay filled from step
-to step, so that a step fetches only what it did not choose before.
+The context part of a layer's `ExactRows` is laid out as [exact rows | summaries | slots]; the tail follows. Exact rows
+and summaries never change. The slots hold rebuilt rows of the spans that single-token steps chose, and stay filled from
+step to step, so that a step fetches only what it did not choose before.
 
 Dimensions: B batch, K KV heads, H = G * K query heads, Q queries, S spans, E exact rows, C slots, T tail tokens.
 """
@@ -27,8 +27,8 @@ class SpanReader:
     Args:
         bank: the spans' rows on the host.
         length: tokens per span [B, S]; 0 where there is none.
-        bias: added to the logits of exact rows and, where there are any, summaries [B, E or E + S] float32: log|S| for a
-            summary, -inf where a row is not real.
+        bias: added to the logits of exact rows and, where there are any, summaries [B, E or E + S] float32: log|S| for
+            a summary, -inf where a row is not real.
         n_exact: E.
         kv_heads: K.
         capacity: C, rows of slots per KV head; at least the most rows a single query's choice can have.

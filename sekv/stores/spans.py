@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from einops import rearrange
@@ -14,48 +13,22 @@ from torch.utils.checkpoint import checkpoint as recompute
 from sekv.adapter import LayerRouter
 from sekv.attention import RowSet, mixed_attention
 from sekv.host import BankSide, FactorBank
-from sekv.memory import SpanMemory, SpanTokens, Turn, rebuild_rows
+from sekv.memory import SpanMemory, rebuild_rows
 from sekv.routing import (
     group_max,
-    log_length,
     mean_margin,
     routing_logits,
     select_spans,
-    select_spans_on_host,
     straight_through,
     sum_by_span,
     summary_norm,
 )
 from sekv.segmentation import Segmentation
-from sekv.stores.base import ExactRows, Store, causal_tail_mask
+from sekv.stores.base import ExactRows, Store
+from sekv.stores.offloaded import OffloadedStore
+from sekv.stores.plan import SpanPlan, summary_bias, visibility_bias
 from sekv.stores.reader import SpanReader
 from sekv.stores.slots import slots_needed
-
-_QUERY_CHUNK = 64  # queries answered at once; bounds the rows a long question materialises together
-
-
-@dataclass(frozen=True)
-class SpanPlan:
-    """What all layers' span stores share.
-
-    Attributes:
-        segmentation: the partition.
-        tokens: index tables of its spans.
-        zoom_rows: rows left for zooming after exact rows and summaries [B].
-        lengths: true tokens of each context [B].
-        turn: rotation to undo before keys are factored; None when they are factored as they are.
-    """
-
-    segmentation: Segmentation
-    tokens: SpanTokens
-    zoom_rows: Tensor
-    lengths: Tensor
-    turn: Turn | None
-
-    def tensors(self) -> list[Tensor]:
-        """The live tensors, for byte counts."""
-        tables = [*vars(self.segmentation).values(), *vars(self.tokens).values(), *(self.turn or ())]
-        return [*tables, self.zoom_rows, self.lengths]
 
 
 @dataclass(frozen=True)
@@ -145,9 +118,9 @@ class SpanStore(Store):
 
     def __init__(self, key: Tensor, value: Tensor, memory: SpanMemory, plan: SpanPlan, routing: Routing) -> None:
         segmentation = plan.segmentation
-        index = segmentation.exact_index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
         whole = bool(segmentation.exact_mask.all())
-        exact = ExactRows(key.gather(2, index), value.gather(2, index), None if whole else segmentation.exact_mask)
+        rows = (segmentation.exact_rows(x) for x in (key, value))
+        exact = ExactRows(*rows, None if whole else segmentation.exact_mask)
         super().__init__(exact, plan.lengths)
         self.plan, self.routing = plan, routing
         self.norm = None if routing.router is None else summary_norm(routing.router, memory.summary_key)
@@ -181,7 +154,7 @@ class SpanStore(Store):
         return select_spans(margin, self._length[:, None, None], self.plan.zoom_rows[:, None, None], eligible)
 
 
-class OffloadedSpanStore(SpanStore):
+class OffloadedSpanStore(OffloadedStore, SpanStore):
     """The store of inference: bases on the host tier, only the chosen spans are fetched and rebuilt.
 
     Args:
@@ -205,11 +178,7 @@ class OffloadedSpanStore(SpanStore):
             keep_raw,
         )
         sharers = 1 if routing.share_group or routing.router is None else routing.router.bias.shape[0] // key.shape[1]
-        # What choosing costs and may cost, for every (batch row, KV head) or, without sharing, query head.
-        choosers = sharers * key.shape[1]
-        self._cost, self._rows = (
-            x.repeat_interleave(choosers, dim=0).cpu().numpy() for x in (self._length - 1, plan.zoom_rows[:, None])
-        )
+        self._set_costs(self._length - 1, plan.zoom_rows, sharers * key.shape[1])
         most = sharers * slots_needed(self._length, plan.zoom_rows, spared=1) if routing.zoom else 0
         self.reader = SpanReader(
             bank,
@@ -235,29 +204,6 @@ class OffloadedSpanStore(SpanStore):
         """[B, K, S, d], a view."""
         return self.exact.value[:, :, self.reader.n_exact : self.reader.n_persistent]
 
-    def fork(self) -> OffloadedSpanStore:
-        """Shares bank and persistent rows; what its steps fetch is its own."""
-        twin = cast(OffloadedSpanStore, super().fork())
-        twin.reader = self.reader.fork()
-        return twin
-
-    def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
-        """Routes, fetches and attends, a bounded number of queries at a time."""
-        n_queries = query.shape[2]
-        if n_queries == 1:
-            return self._attend(query, scaling, tail_mask)
-        if tail_mask is None:
-            tail_mask = causal_tail_mask(n_queries, self.tail_length, query.device)
-        outputs = [
-            self._attend(part, scaling, None if tail_mask is None else tail_mask[:, :, start : start + _QUERY_CHUNK])
-            for start, part in zip(range(0, n_queries, _QUERY_CHUNK), query.split(_QUERY_CHUNK, dim=2), strict=True)
-        ]
-        return torch.cat(outputs, dim=2)
-
-    def _attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
-        zoomed = self._choose(query, scaling, tail_mask)
-        return self.reader.attend(query, scaling, zoomed, self.exact, tail_mask, self.meter)
-
     def _choose(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Spans each query zooms into [B, K, Q, S], or [B, H, Q, S] without group sharing."""
         if self.routing.mode == "mean":
@@ -270,12 +216,8 @@ class OffloadedSpanStore(SpanStore):
         return self._select(margin, thresholded=not self.routing.fill)
 
     def _select(self, margin: Tensor, thresholded: bool) -> Tensor:
-        """As in the base; the choice of a single step is made on the host, where it is needed to fetch."""
-        if margin.shape[2] > 1 or not self.routing.zoom:
-            return super()._select(margin, thresholded)
-        on_host = margin.detach().cpu().numpy()[:, :, 0].reshape(-1, margin.shape[3])
-        chosen = select_spans_on_host(on_host, self._cost, self._rows, on_host >= 0 if thresholded else None)
-        return torch.from_numpy(chosen).view(margin.shape)
+        """As in the base."""
+        return self._take(margin, thresholded) if self.routing.zoom else super()._select(margin, thresholded)
 
     def _teacher_mass(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Mass that full attention puts on each span, summed over the heads of a group [B, K, Q, S]."""
@@ -288,20 +230,6 @@ class OffloadedSpanStore(SpanStore):
     def resident_tensors(self) -> list[Tensor | None]:
         """Exact rows, summaries and slots, what routing needs, and the index tables that all layers share."""
         return [*self.exact.tensors(), self.norm, self.span_keys, *self.plan.tensors()]
-
-    def host_tensors(self) -> list[Tensor | None]:
-        """The bank of bases and the bookkeeping of the slots."""
-        return self.reader.host_tensors()
-
-
-def visibility_bias(mask: Tensor) -> Tensor:
-    """0 where `mask` is True, -inf elsewhere, float32."""
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
-
-
-def summary_bias(length: Tensor) -> Tensor:
-    """log|S| for every span [B, S], -inf where there is none."""
-    return log_length(length).masked_fill(length == 0, -torch.inf)
 
 
 class DifferentiableSpanStore(SpanStore):
