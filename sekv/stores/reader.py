@@ -109,7 +109,7 @@ class SpanReader:
         self, query: Tensor, scaling: float, chosen: Index, rows: ExactRows, tail_mask: Tensor | None, meter: Meter
     ) -> Tensor:
         """One query token: everything it may see lies in `rows` once its spans are in slots. `chosen` [B*K, 1|G, S]."""
-        wanted = chosen[:, 0] if chosen.shape[1] == 1 else chosen.any(axis=1)
+        wanted: Index = chosen[:, 0] if chosen.shape[1] == 1 else np.asarray(chosen.any(axis=1))
         self._hold(wanted, rows, meter)
         bias = np.zeros((*chosen.shape[:2], rows.used), dtype=np.float32)
         bias[..., : self.n_persistent] = self._group_bias[:, None]
@@ -142,9 +142,9 @@ class SpanReader:
         per_group = zoomed.view(batch, kv_heads, -1, *zoomed.shape[2:])  # [B, K, 1 or G, Q, S]
         sets = []
         if self.n_persistent > self.n_exact:
-            place = slice(self.n_exact, self.n_persistent)
-            bias = self._bias[:, None, None, None, place]
-            sets.append(RowSet(rows.key[:, :, place], rows.value[:, :, place], bias=bias, visible=~per_group))
+            summary = slice(self.n_exact, self.n_persistent)
+            bias = self._bias[:, None, None, None, summary]
+            sets.append(RowSet(rows.key[:, :, summary], rows.value[:, :, summary], bias=bias, visible=~per_group))
         spans = np.flatnonzero(chosen.any(axis=(1, 2)))
         if not len(spans):
             return sets
@@ -155,17 +155,16 @@ class SpanReader:
         group = np.repeat(spans // n_spans, length)
         counts = np.bincount(group, minlength=batch * kv_heads)
         n_rows = int(counts.max())
-        place = torch.from_numpy(
-            np.arange(len(group)) + (np.arange(len(counts)) * n_rows - counts.cumsum() + counts)[group]
+        first = np.arange(len(counts)) * n_rows - counts.cumsum() + counts
+        place = torch.from_numpy(np.arange(len(group)) + first[group]).to(device)
+        key, value = (
+            x.new_zeros(len(counts) * n_rows, x.shape[1]).index_copy_(0, place, x).view(batch, kv_heads, n_rows, -1)
+            for x in (key, value)
         )
-        dense = [
-            x.new_zeros(len(counts) * n_rows, x.shape[1]).index_copy_(0, place.to(device), x) for x in (key, value)
-        ]
-        owner = torch.full((len(counts) * n_rows,), n_spans)
-        owner[place] = torch.from_numpy(np.repeat(spans % n_spans, length))
-        index = owner.view(batch, kv_heads, 1, 1, n_rows).to(device).expand(*per_group.shape[:4], -1)
-        visible = torch.nn.functional.pad(per_group, (0, 1)).gather(-1, index)
-        sets.append(RowSet(*(x.view(batch, kv_heads, n_rows, -1) for x in dense), visible=visible))
+        owner = torch.full((len(counts) * n_rows,), n_spans, device=device)
+        owner[place] = torch.from_numpy(np.repeat(spans % n_spans, length)).to(device)
+        index = owner.view(batch, kv_heads, 1, 1, n_rows).expand(*per_group.shape[:4], -1)
+        sets.append(RowSet(key, value, visible=torch.nn.functional.pad(per_group, (0, 1)).gather(-1, index)))
         return sets
 
     def host_tensors(self) -> list[Tensor | None]:

@@ -119,8 +119,8 @@ class SpanStore(Store):
     def __init__(self, key: Tensor, value: Tensor, memory: SpanMemory, plan: SpanPlan, routing: Routing) -> None:
         segmentation = plan.segmentation
         whole = bool(segmentation.exact_mask.all())
-        rows = (segmentation.exact_rows(x) for x in (key, value))
-        exact = ExactRows(*rows, None if whole else segmentation.exact_mask)
+        exact_key, exact_value = (segmentation.exact_rows(x) for x in (key, value))
+        exact = ExactRows(exact_key, exact_value, None if whole else segmentation.exact_mask)
         super().__init__(exact, plan.lengths)
         self.plan, self.routing = plan, routing
         self.norm = None if routing.router is None else summary_norm(routing.router, memory.summary_key)
