@@ -59,6 +59,7 @@ def attention_forward(
     if isinstance(layer, StoreLayer):
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         output = layer.store.attend(query, scale, attention_mask)
+        layer.store.settle()
         return output.transpose(1, 2).contiguous(), None
     if isinstance(layer, RecordingLayer):
         layer.observe(query)
@@ -166,11 +167,11 @@ class StoreLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The mask covers the tail only; the context's validity is the store's business."""
-        return self.store.tail_length + query_length, self.n_context
+        return self.store.tail_length + query_length, self.n_context + self.store.forgotten
 
     def get_seq_length(self) -> int:
-        """True length: context and tail, however few rows are kept."""
-        return self.n_context + self.store.tail_length
+        """True length: context and every token after it, however few rows are kept."""
+        return self.n_context + self.store.forgotten + self.store.tail_length
 
     def get_max_length(self) -> int:
         """No maximum."""
@@ -183,6 +184,7 @@ class StoreLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Drops the tail; the context memory stays."""
         self.store.crop(self.store.tail_length)
+        self.store.forgotten = 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refused: stores hold one context per sequence and do not move between beams."""

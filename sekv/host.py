@@ -1,7 +1,7 @@
 """The host tier: flat banks of what spans are rebuilt from, fetched by span (method section 1.2).
 
-Index tables and their arithmetic live in numpy: a step touches a few dozen numbers, and a torch call costs more than the
-work.
+Index tables and their arithmetic live in numpy: a step touches a few dozen numbers, and a torch call costs more than
+the work.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class FactorBank:
         return key, value, moved * self._raw.element_size()
 
     def _factors(self, length: Index, rank: Index, left_at: Index, right_at: Index) -> tuple[Tensor, Tensor]:
-        """U [F, L, r], anything beyond a span's length, and g sigma V^T [F, r, d], padded with zeros beyond its rank."""
+        """U [F, L, r], anything beyond a span's length, and g sigma V^T [F, r, d]; zero beyond a span's rank."""
         component = np.arange(max(1, rank.max()))
         live = component < rank[:, None]  # [F, r]
         right_index = np.where(live, right_at[:, None] + component, len(self._right) - 1)

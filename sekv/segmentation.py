@@ -129,6 +129,10 @@ class Segmentation:
         """The live tensors, for byte counts."""
         return [self.exact_index, self.exact_mask, self.span_start, self.span_length, self.span_row]
 
+    def exact_rows(self, x: Tensor) -> Tensor:
+        """Rows of the exact tokens [B, K, E, d] from [B, K, N, d]; any row beyond a context's own count."""
+        return x.gather(2, self.exact_index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+
 
 def segment(
     surprisal: Tensor,
@@ -156,9 +160,17 @@ def segment(
         breaks = None if line_breaks is None else line_breaks[i, pad:]
         exact, start, span_length = _segment_row(surprisal[i, pad:], int(rows[i]), config, breaks)
         parts.append((exact + pad, start + pad, span_length))
-    none = torch.zeros(1, dtype=torch.long, device=surprisal.device)
+    result = _padded(parts, surprisal.device)
+    if not config.merges:
+        return result
+    return replace(result, span_row=_shared_rows(result.span_length, rows, config), merged=True)
+
+
+def _padded(parts: list[tuple[Tensor, Tensor, Tensor]], device: torch.device) -> Segmentation:
+    """Exact indices, span starts and span lengths of each context as one segmentation."""
+    none = torch.zeros(1, dtype=torch.long, device=device)
     exact_index = pad_sequence([e for e, _, _ in parts], batch_first=True)
-    counts = torch.tensor([len(e) for e, _, _ in parts], device=surprisal.device)
+    counts = torch.tensor([len(e) for e, _, _ in parts], device=device)
     span_length = pad_sequence([x if len(x) else none for _, _, x in parts], batch_first=True)
     span_start = pad_sequence([s if len(s) else none for _, s, _ in parts], batch_first=True)
     return Segmentation(
@@ -166,19 +178,17 @@ def segment(
         exact_mask=torch.arange(exact_index.shape[1], device=counts.device) < counts[:, None],
         span_start=span_start.masked_fill(span_length == 0, 0),
         span_length=span_length,
-        span_row=_rows_of_spans(span_length, rows, config),
-        merged=config.merges,
+        span_row=torch.arange(span_length.shape[1], device=device).masked_fill(span_length == 0, 0),
+        merged=False,
     )
 
 
-def _rows_of_spans(length: Tensor, rows: Tensor, config: SegmentationConfig) -> Tensor:
+def _shared_rows(length: Tensor, rows: Tensor, config: SegmentationConfig) -> Tensor:
     """The summary row of each span [B, S]: runs of spans with about equally many tokens, numbered without gaps."""
-    counts = (length > 0).sum(1)
-    allowed = [config.summary_rows(int(r), int(n)) for r, n in zip(rows, counts, strict=True)]
-    if not config.merges:
-        return torch.arange(length.shape[1], device=length.device).expand_as(length).masked_fill(length == 0, 0)
+    counts = (length > 0).sum(1).tolist()
+    allowed = [config.summary_rows(int(r), n) for r, n in zip(rows, counts, strict=True)]
     first = length.cumsum(1) - length
-    share = first * counts.new_tensor(allowed)[:, None] // length.sum(1, keepdim=True).clamp_min(1)
+    share = first * length.new_tensor(allowed)[:, None] // length.sum(1, keepdim=True).clamp_min(1)
     steps = share.diff(dim=1, prepend=share[:, :1]) > 0
     return steps.cumsum(1).masked_fill(length == 0, 0)
 
@@ -290,3 +300,36 @@ def _nearest_break(cut: Tensor, slack: Tensor, line_breaks: Tensor) -> Tensor:
     after = torch.where(opens, position, 2 * (n + 1)).flip(0).cummin(0).values.flip(0)[cut]
     near = torch.where(cut - before <= after - cut, before, after)
     return torch.where((near - cut).abs() <= slack, near, cut)
+
+
+def uniform_pages(mask: Tensor, page: int, sinks: int, tail: int, ends: Tensor | None = None) -> Segmentation:
+    """Everything between sinks and tail in spans, whatever it says: pages of equal length, or sentences.
+
+    Args:
+        mask: True for real tokens [B, N], padding on the left.
+        page: most tokens of a span.
+        sinks: first tokens that stay exact.
+        tail: last tokens that stay exact.
+        ends: True for tokens that end a span wherever it began [B, N]; None cuts by length alone.
+
+    Returns:
+        The partition; no token between sinks and tail is exact.
+    """
+    parts = []
+    n = mask.shape[1]
+    for i, length in enumerate(mask.sum(1).tolist()):  # rows of a batch have different lengths
+        token = torch.arange(n - length, n, device=mask.device)
+        first = min(sinks, length)
+        last = max(first, length - tail)
+        middle = token[first:last]
+        exact = torch.cat([token[:first], token[last:]])
+        opens = torch.zeros(len(middle), dtype=torch.bool, device=mask.device)
+        opens[:1] = True
+        if ends is not None and len(middle):
+            opens[1:] = ends[i, middle[:-1]]
+        begin = torch.where(opens, torch.arange(len(middle), device=mask.device), 0).cummax(0).values
+        opens |= (torch.arange(len(middle), device=mask.device) - begin) % page == 0
+        start = opens.nonzero().squeeze(1)
+        span_length = torch.cat([start[1:], start.new_tensor([len(middle)])])[: len(start)] - start
+        parts.append((exact, middle[start], span_length))
+    return _padded(parts, mask.device)

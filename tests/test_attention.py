@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from sekv.attention import RowSet, mixed_attention
+from sekv.attention import RowSet, mixed_attention, packed_attention
 
 B, K, G, Q, D = 2, 2, 3, 4, 8
 
@@ -99,3 +99,20 @@ def test_a_query_that_sees_nothing_gets_zeros():
     nothing = torch.zeros(B, 1, 1, Q, 5, dtype=torch.bool)
     output, _ = mixed_attention(query, [RowSet(row_sets[0].key, row_sets[0].value, visible=nothing)], 0.3)
     assert torch.equal(output, torch.zeros_like(output))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_packed_attention_is_mixed_attention(dtype, heads):
+    g = torch.Generator().manual_seed(0)
+    query, key, value = (
+        (torch.randn(2, n, rows, 16, generator=g) * 3).to(dtype) for n, rows in ((6, 1), (2, 50), (2, 50))
+    )
+    bias = torch.randn(2, 2, heads, 50, generator=g)
+    bias[..., ::3] = -torch.inf
+    expected, _ = mixed_attention(query, [RowSet(key, value, bias=bias[:, :, :, None])], 0.3)
+    found = packed_attention(query, key, value, bias, 0.3)
+    assert found.dtype == dtype
+    # Half precision: both round the same float32 result, a tie may fall either way.
+    close = {} if dtype == torch.float32 else {"atol": 2e-3, "rtol": 1e-2}
+    torch.testing.assert_close(found, expected, **close)

@@ -15,7 +15,7 @@ from sekv.cache import CompressedCache, StoreLayer
 from sekv.errors import BudgetError, PolicyError
 from sekv.observation import Observer
 from sekv.prefill import Prefill
-from sekv.stores.base import Store
+from sekv.stores.base import TAIL_BLOCK, Store
 from sekv.stores.full import FullStore
 
 _SHORT_CONTEXT = 36  # tokens: the default sinks and tail; larger ones do not lift the budget
@@ -28,6 +28,8 @@ class Policy(ABC):
     Attributes:
         sinks: first tokens that are always kept exactly.
         tail: last tokens that are always kept exactly.
+        max_rows: most rows, of context and later tokens together, that a query may attend to: a long generation forgets
+            its oldest tokens, the question's included, and keeps its true positions. None: it grows.
     """
 
     name: ClassVar[str]
@@ -36,6 +38,7 @@ class Policy(ABC):
 
     sinks: int = 4
     tail: int = 32
+    max_rows: int | None = None
 
     def __post_init__(self) -> None:
         for option in ("sinks", "tail"):
@@ -111,6 +114,7 @@ def compress(prefill: Prefill, policy: Policy, budget: Budget | str | float | in
     if policy.needs_surprisal and prefill.surprisal is None:
         raise PolicyError(f"{policy.name} needs surprisal; call prefill(..., surprisal=True)")
     keep_all = bool((policy.rows(prefill, budget) >= prefill.lengths).all())
+    max_tail = _room_for_tail(policy, prefill, budget)
     layers: list[Any] = []
     plan = None if keep_all else policy.prepare(prefill, budget)
     for index in range(prefill.backbone.geometry.num_layers):
@@ -119,8 +123,22 @@ def compress(prefill: Prefill, policy: Policy, budget: Budget | str | float | in
             layers.append(copy.deepcopy(prefill.native[index]))
             continue
         store = full_store(prefill, index) if keep_all else policy.compress(prefill, index, plan)
+        store.max_tail = max_tail
         layers.append(StoreLayer(store, prefill.n_tokens))
     return CompressedCache(layers, prefill.n_tokens)
+
+
+def _room_for_tail(policy: Policy, prefill: Prefill, budget: Budget) -> int | None:
+    """Tail tokens that `max_rows` leaves room for, or None without it."""
+    if policy.max_rows is None:
+        return None
+    rows = int((policy.rows(prefill, budget) if policy.uses_budget else prefill.lengths).max())
+    if policy.max_rows < rows + TAIL_BLOCK:
+        raise BudgetError(
+            f"max_rows={policy.max_rows} leaves too little room beside the {rows} rows of the context; give at least "
+            f"{rows + TAIL_BLOCK}, or a smaller budget"
+        )
+    return policy.max_rows - rows
 
 
 def check_minimum(rows: Tensor, minimum: Tensor, lengths: Tensor, what: str) -> None:

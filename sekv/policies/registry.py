@@ -23,8 +23,10 @@ from sekv.policies.kvzip import KVzipPolicy
 from sekv.policies.nestedkv import NestedKVPolicy
 from sekv.policies.observed import ObservedAttentionPolicy
 from sekv.policies.pyramidkv import PyramidKVPolicy
+from sekv.policies.quest import QuestPolicy
 from sekv.policies.sekv import SeKVPolicy
 from sekv.policies.semanticache import SemantiCachePolicy
+from sekv.policies.sentencekv import SentenceKVPolicy
 from sekv.policies.snapkv import SnapKVPolicy
 from sekv.policies.streaming_llm import StreamingLLMPolicy
 from sekv.policies.tova import TOVAPolicy
@@ -63,6 +65,8 @@ for _policy in (
     KVzipPolicy,
     SemantiCachePolicy,
     KvpressPolicy,
+    QuestPolicy,
+    SentenceKVPolicy,
 ):
     register(_policy)
 

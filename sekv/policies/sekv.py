@@ -18,7 +18,8 @@ from sekv.prefill import Prefill
 from sekv.routing import ROUTINGS
 from sekv.segmentation import segment
 from sekv.stores.base import Store
-from sekv.stores.spans import DifferentiableSpanStore, OffloadedSpanStore, Routing, SpanPlan
+from sekv.stores.plan import SpanPlan
+from sekv.stores.spans import DifferentiableSpanStore, OffloadedSpanStore, Routing
 
 
 @dataclass(kw_only=True)
@@ -108,6 +109,7 @@ class SeKVPolicy(Policy):
             tokens=tokens,
             zoom_rows=(rows - segmentation.persistent_rows).clamp_min(0),
             lengths=lengths,
+            n_tokens=prefill.n_tokens,
             turn=span_turn(prefill.backbone.rope, last, longest) if self._config.rope == "pre" else None,
         )
 

@@ -6,9 +6,12 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
+
+TAIL_BLOCK = 32  # tail tokens that are forgotten together, so that rows rarely move
 
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -131,6 +134,14 @@ class ExactRows:
             raise ValueError(f"cannot drop {n} tokens: only {self.tail_length} were added after the compressed context")
         self.used -= n
 
+    def forget(self, n: int) -> None:
+        """Forgets the first `n` tail tokens; the others move up."""
+        if self._shared:
+            self._grow(self.slack)
+        for buffer in (self._key, self._value):
+            buffer[:, :, self.n_context : self.used - n] = buffer[:, :, self.n_context + n : self.used].clone()
+        self.used -= n
+
     def fork(self) -> ExactRows:
         """A copy that shares the context rows, has an empty tail, and never writes into the shared buffer."""
         n = self.n_context
@@ -157,11 +168,23 @@ class Store(ABC):
         self.exact = rows
         self.lengths = lengths
         self.meter = Meter()
+        self.max_tail: int | None = None  # most tail tokens a query may see; None: all of them
+        self.forgotten = 0  # tail tokens that `settle` has dropped
 
     @property
     def tail_length(self) -> int:
-        """Tokens appended after the context."""
+        """Tokens appended after the context that are still there."""
         return self.exact.tail_length
+
+    def settle(self) -> None:
+        """Makes room for the next token under `max_tail`: the oldest tail tokens are forgotten, a block at a time.
+
+        To be called between steps, on all layers: the next step's mask covers the tokens that are left.
+        """
+        if self.max_tail is not None and self.tail_length >= self.max_tail:
+            surplus = self.tail_length - self.max_tail + min(TAIL_BLOCK, self.max_tail)
+            self.exact.forget(surplus)
+            self.forgotten += surplus
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Adds decoded tokens [B, K, n, d] to the exact tail."""
@@ -171,11 +194,12 @@ class Store(ABC):
         """Forgets the last `n` tail tokens."""
         self.exact.crop(n)
 
-    def fork(self) -> Store:
+    def fork(self) -> Self:
         """A store for another question: same context memory (shared, never written), empty tail, fresh meters."""
         twin = copy.copy(self)
         twin.exact = self.exact.fork()
         twin.meter = Meter()
+        twin.forgotten = 0
         return twin
 
     def exact_mask(self, n_queries: int, tail_mask: Tensor | None) -> Tensor | None:

@@ -85,10 +85,8 @@ class EvictedStore(Store):
         # Queries of a group side by side [B*K, G*Q, d]: its heads read the same rows.
         grouped = query.reshape(batch * kv_heads, -1, dim).float() * scaling
         keys = self.key_blocks.float().mT
-        if self.bias is None:
-            logits = grouped @ keys  # [M, G*Q, block]
-        else:
-            logits = torch.baddbmm(self.bias, self._to_blocks(grouped), keys)
+        # [M, G*Q, block]
+        logits = grouped @ keys if self.bias is None else torch.baddbmm(self.bias, self._to_blocks(grouped), keys)
         tail_key, tail_value = self.exact.key.flatten(0, 1).float(), self.exact.value.flatten(0, 1).float()
         tail_logits = grouped @ tail_key.mT  # [B*K, G*Q, T]
         if tail_mask is not None:

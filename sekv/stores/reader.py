@@ -1,8 +1,8 @@
 """Reading a memory whose spans lie on the host: fetch what a query chose, one softmax over all it may see.
 
-The context part of a layer's `ExactRows` is laid out as [exact rows | summary rows | slots]; the tail follows. Exact rows
-never change, summary rows follow the step's choice. The slots hold rebuilt rows of the spans that single-token steps chose, and stay filled from step
-to step, so that a step fetches only what it did not choose before.
+The context part of a layer's `ExactRows` is laid out as [exact rows | summary rows | slots]; the tail follows. Exact
+rows never change, summary rows follow the step's choice. The slots hold rebuilt rows of the spans that single-token steps
+chose, and stay filled from step to step, so that a step fetches only what it did not choose before.
 
 Dimensions: B batch, K KV heads, H = G * K query heads, Q queries, S spans, E exact rows, M summary rows, C slots, T tail
 tokens.
@@ -127,7 +127,7 @@ class SpanReader:
         meter: Meter,
     ) -> Tensor:
         """One query token: everything it may see lies in `rows` once its spans are in slots. `chosen` [B*K, 1|G, S]."""
-        wanted = chosen[:, 0] if chosen.shape[1] == 1 else chosen.any(axis=1)
+        wanted: Index = chosen[:, 0] if chosen.shape[1] == 1 else np.asarray(chosen.any(axis=1))
         self._hold(wanted, rows, meter)
         summaries = None if self.summaries is None or left is None else self.summaries.without(chosen, left)
         n_choices = chosen.shape[1] if summaries is None else summaries[1].shape[1]
@@ -176,17 +176,16 @@ class SpanReader:
         group = np.repeat(spans // n_spans, length)
         counts = np.bincount(group, minlength=batch * kv_heads)
         n_rows = int(counts.max())
-        place = torch.from_numpy(
-            np.arange(len(group)) + (np.arange(len(counts)) * n_rows - counts.cumsum() + counts)[group]
+        first = np.arange(len(counts)) * n_rows - counts.cumsum() + counts
+        place = torch.from_numpy(np.arange(len(group)) + first[group]).to(device)
+        key, value = (
+            x.new_zeros(len(counts) * n_rows, x.shape[1]).index_copy_(0, place, x).view(batch, kv_heads, n_rows, -1)
+            for x in (key, value)
         )
-        dense = [
-            x.new_zeros(len(counts) * n_rows, x.shape[1]).index_copy_(0, place.to(device), x) for x in (key, value)
-        ]
-        owner = torch.full((len(counts) * n_rows,), n_spans)
-        owner[place] = torch.from_numpy(np.repeat(spans % n_spans, length))
-        index = owner.view(batch, kv_heads, 1, 1, n_rows).to(device).expand(*per_group.shape[:4], -1)
-        visible = torch.nn.functional.pad(per_group, (0, 1)).gather(-1, index)
-        sets.append(RowSet(*(x.view(batch, kv_heads, n_rows, -1) for x in dense), visible=visible))
+        owner = torch.full((len(counts) * n_rows,), n_spans, device=device)
+        owner[place] = torch.from_numpy(np.repeat(spans % n_spans, length)).to(device)
+        index = owner.view(batch, kv_heads, 1, 1, n_rows).expand(*per_group.shape[:4], -1)
+        sets.append(RowSet(key, value, visible=torch.nn.functional.pad(per_group, (0, 1)).gather(-1, index)))
         return sets
 
     def host_tensors(self) -> list[Tensor | None]:

@@ -94,8 +94,8 @@ class SlotTable:
 def slots_needed(length: Tensor, rows: Tensor, spared: int) -> int:
     """Most rows that one choice of spans can have.
 
-    A choice costs |S| - `spared` for each span and at most `rows` in all, so its rows exceed `rows` by as many summaries
-    as it can replace: the most when it takes the shortest spans.
+    A choice costs |S| - `spared` for each span and at most `rows` in all, so its rows exceed `rows` by as many
+    summaries as it can replace: the most when it takes the shortest spans.
 
     Args:
         length: tokens per span [B, S]; 0 where there is none.

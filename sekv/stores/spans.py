@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import torch
 from einops import rearrange
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from sekv.adapter import LayerRouter
 from sekv.attention import Merge, RowSet, log_sum, mixed_attention
 from sekv.host import BankSide, FactorBank
-from sekv.memory import SpanMemory, SpanTokens, Turn, rebuild_rows
+from sekv.memory import SpanMemory, rebuild_rows
 from sekv.routing import (
     group_max,
     group_sum,
@@ -23,43 +22,18 @@ from sekv.routing import (
     mean_margin,
     routing_logits,
     select_spans,
-    select_spans_on_host,
     straight_through,
     sum_by_span,
     summary_norm,
 )
 from sekv.segmentation import Segmentation
 from sekv.span_index import TokenIndex
-from sekv.stores.base import ExactRows, Store, causal_tail_mask
+from sekv.stores.base import ExactRows, Store
+from sekv.stores.offloaded import OffloadedStore
+from sekv.stores.plan import SpanPlan, visibility_bias
 from sekv.stores.reader import SpanReader
 from sekv.stores.slots import slots_needed
 from sekv.stores.summaries import Summaries
-
-_QUERY_CHUNK = 64  # queries answered at once; bounds the rows a long question materialises together
-
-
-@dataclass(frozen=True)
-class SpanPlan:
-    """What all layers' span stores share.
-
-    Attributes:
-        segmentation: the partition.
-        tokens: index tables of its spans.
-        zoom_rows: rows left for zooming after exact rows and summaries [B].
-        lengths: true tokens of each context [B].
-        turn: rotation to undo before keys are factored; None when they are factored as they are.
-    """
-
-    segmentation: Segmentation
-    tokens: SpanTokens
-    zoom_rows: Tensor
-    lengths: Tensor
-    turn: Turn | None
-
-    def tensors(self) -> list[Tensor]:
-        """The live tensors, for byte counts."""
-        tables = [*self.segmentation.tensors(), *vars(self.tokens).values(), *(self.turn or ())]
-        return [*tables, self.zoom_rows, self.lengths]
 
 
 @dataclass(frozen=True)
@@ -154,9 +128,9 @@ class SpanStore(Store):
 
     def __init__(self, key: Tensor, value: Tensor, memory: SpanMemory, plan: SpanPlan, routing: Routing) -> None:
         segmentation = plan.segmentation
-        index = segmentation.exact_index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
         whole = bool(segmentation.exact_mask.all())
-        exact = ExactRows(key.gather(2, index), value.gather(2, index), None if whole else segmentation.exact_mask)
+        exact_key, exact_value = (segmentation.exact_rows(x) for x in (key, value))
+        exact = ExactRows(exact_key, exact_value, None if whole else segmentation.exact_mask)
         super().__init__(exact, plan.lengths)
         self.plan, self.routing = plan, routing
         router = routing.router
@@ -225,7 +199,7 @@ class SpanStore(Store):
         return select_spans(order, cost, self.plan.zoom_rows[:, None, None], eligible)
 
 
-class OffloadedSpanStore(SpanStore):
+class OffloadedSpanStore(OffloadedStore, SpanStore):
     """The store of inference: bases on the host tier, only the chosen spans are fetched and rebuilt.
 
     Args:
@@ -249,23 +223,17 @@ class OffloadedSpanStore(SpanStore):
             keep_raw,
         )
         sharers = 1 if routing.share_group or routing.router is None else routing.router.bias.shape[0] // key.shape[1]
-        # What choosing costs and may cost, for every (batch row, KV head) or, without sharing, query head.
-        choosers = sharers * key.shape[1]
-        self._cost, self._rows = (
-            x.repeat_interleave(choosers, dim=0).cpu().numpy()
-            for x in (plan.segmentation.zoom_cost, plan.zoom_rows[:, None])
-        )
+        self._set_costs(plan.segmentation.zoom_cost, plan.zoom_rows, sharers * key.shape[1])
         spared = 0 if plan.segmentation.merged else 1
         most = sharers * slots_needed(self._length, plan.zoom_rows, spared) if routing.zoom else 0
-        summaries = Summaries(memory.summary_key, memory.summary_value, plan.segmentation, routing.summary_bias)
-        self.summaries = summaries
+        self.summaries = Summaries(memory.summary_key, memory.summary_value, plan.segmentation, routing.summary_bias)
         self.reader = SpanReader(
             bank,
             self._length,
             visibility_bias(plan.segmentation.exact_mask),
             key.shape[1],
             min(most, int(self._length.sum(-1).max())),
-            summaries,
+            self.summaries,
         )
         self.exact = self.reader.layout(self.exact.key, self.exact.value)
         self.index = None if self.index is None else self.index.quantised()
@@ -284,29 +252,6 @@ class OffloadedSpanStore(SpanStore):
         """[B, K, S, d]."""
         return self.summaries.value
 
-    def fork(self) -> OffloadedSpanStore:
-        """Shares bank and persistent rows; what its steps fetch is its own."""
-        twin = cast(OffloadedSpanStore, super().fork())
-        twin.reader = self.reader.fork()
-        return twin
-
-    def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
-        """Routes, fetches and attends, a bounded number of queries at a time."""
-        n_queries = query.shape[2]
-        if n_queries == 1:
-            return self._attend(query, scaling, tail_mask)
-        if tail_mask is None:
-            tail_mask = causal_tail_mask(n_queries, self.tail_length, query.device)
-        outputs = [
-            self._attend(part, scaling, None if tail_mask is None else tail_mask[:, :, start : start + _QUERY_CHUNK])
-            for start, part in zip(range(0, n_queries, _QUERY_CHUNK), query.split(_QUERY_CHUNK, dim=2), strict=True)
-        ]
-        return torch.cat(outputs, dim=2)
-
-    def _attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
-        zoomed = self._choose(query, scaling, tail_mask)
-        return self.reader.attend(query, scaling, zoomed, self.exact, tail_mask, self.meter)
-
     def _choose(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Spans each query zooms into [B, K, Q, S], or [B, H, Q, S] without group sharing."""
         if self.routing.mode == "mean":
@@ -317,16 +262,8 @@ class OffloadedSpanStore(SpanStore):
         return self._select(order, None if self.routing.fill else margin)
 
     def _select(self, order: Tensor, margin: Tensor | None = None) -> Tensor:
-        """As in the base; the choice of a single step is made on the host, where it is needed to fetch."""
-        if order.shape[2] > 1 or not self.routing.zoom:
-            return super()._select(order, margin)
-        on_host, eligible = (
-            None if x is None else x.detach().cpu().numpy()[:, :, 0].reshape(-1, x.shape[3])
-            for x in (order, None if margin is None else margin >= 0)
-        )
-        assert on_host is not None
-        chosen = select_spans_on_host(on_host, self._cost, self._rows, eligible)
-        return torch.from_numpy(chosen).view(order.shape)
+        """As in the base."""
+        return self._take(order, margin) if self.routing.zoom else super()._select(order, margin)
 
     def _exact_sets(self, n_queries: int, tail_mask: Tensor | None) -> list[RowSet]:
         return self.reader.exact_sets(self.exact, n_queries, tail_mask)
@@ -343,15 +280,6 @@ class OffloadedSpanStore(SpanStore):
         """Exact rows, summaries and slots, what routing needs, and the index tables that all layers share."""
         known = [self.norm, *(self.index.tensors() if self.index is not None else ())]
         return [*self.exact.tensors(), *self.summaries.tensors(), *known, self.span_keys, *self.plan.tensors()]
-
-    def host_tensors(self) -> list[Tensor | None]:
-        """The bank of bases and the bookkeeping of the slots."""
-        return self.reader.host_tensors()
-
-
-def visibility_bias(mask: Tensor) -> Tensor:
-    """0 where `mask` is True, -inf elsewhere, float32."""
-    return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, -torch.inf)
 
 
 class DifferentiableSpanStore(SpanStore):

@@ -39,6 +39,8 @@ SMALLEST_SHARE = {
     "sekv[routing=mean,tail=8]": 0.5,
     "sekv[routing=oracle,tail=8,max_span=16]": 0.5,
     "semanticache[tail=8]": 0.5,
+    "quest[tail=8]": 0.5,
+    "sentencekv[tail=8,span=24]": 0.5,
 }
 """Every policy of the matrix, and the share of a context of 90 tokens below which it refuses a budget."""
 

@@ -101,9 +101,7 @@ def loop_attention(
                 rows = segmentation.span_row[b].tolist()
                 for row in range(int(segmentation.summary_rows[b])):
                     lengths = segmentation.span_length[b].tolist()
-                    members = [
-                        s for s, n in enumerate(lengths) if n and rows[s] == row and not zoomed[b, k, q, s]
-                    ]
+                    members = [s for s, n in enumerate(lengths) if n and rows[s] == row and not zoomed[b, k, q, s]]
                     tokens = sum(lengths[s] for s in members)
                     if tokens:
                         keys.append(sum(lengths[s] * store.summary_key[b, k, s] for s in members) / tokens)
@@ -287,3 +285,29 @@ def test_the_identity_holds_on_the_real_model(smollm2, rope):
         logits = question_logits(smollm2, cache, context, question)
         torch.testing.assert_close(logits, full, atol=1e-4, rtol=1e-4)
         assert cache.mean_rows == pytest.approx(500)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("routing", ["mean", "learned"])
+@pytest.mark.parametrize("share_group", [True, False])
+def test_rows_kept_from_earlier_steps_change_no_answer(tiny_backbone, routing, share_group):
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=24, max_rank=4))
+    policy = SeKVPolicy(adapter=adapter, routing=routing, fill=True, share_group=share_group, tail=8)
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    mask[1, :80] = False
+    memory = compress(prefill(tiny_backbone, ids(2, 300), mask), policy, 0.4).stores[0]
+    g = torch.Generator().manual_seed(0)
+    store, query, before = memory.fork(), torch.randn(2, 4, 1, 16, generator=g), memory.resident_bytes
+    for _ in range(20):
+        query = 0.9 * query + 0.3 * torch.randn(2, 4, 1, 16, generator=g)
+        new = torch.randn(2, 2, 2, 1, 16, generator=g)
+        store.append(*new)
+        fresh = memory.fork()
+        fresh.append(store.exact.key[:, :, store.exact.n_context :], store.exact.value[:, :, store.exact.n_context :])
+        torch.testing.assert_close(store.attend(query, 0.25, None), fresh.attend(query, 0.25, None))
+        assert fresh.meter.hit_rate == 0
+    assert 0 < store.meter.hit_rate < 1
+    assert store.meter.moved_bytes > 0
+    grown = store.resident_bytes - before
+    assert grown <= 2 * 2 * 2 * 2 * 64 * 16 * 4  # the room for the tail and nothing else
+    assert memory.meter.queries == 0

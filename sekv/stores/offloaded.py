@@ -1,0 +1,82 @@
+"""What stores share whose tokens lie on the host: each query chooses spans, within the rows left, and reads them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from sekv.routing import select_spans, select_spans_on_host
+from sekv.stores.base import Store, causal_tail_mask
+from sekv.stores.reader import SpanReader
+
+_QUERY_CHUNK = 64  # queries answered at once; bounds the rows a long question materialises together
+
+
+class OffloadedStore(Store):
+    """A store that fetches what each query chooses; subclasses set `reader` and call `_set_costs`."""
+
+    reader: SpanReader
+
+    def _set_costs(self, cost: Tensor, rows: Tensor, choosers: int) -> None:
+        """Says what choosing costs.
+
+        Args:
+            cost: rows that choosing a span adds [B, S]; -1 where there is none.
+            rows: rows left for each context [B].
+            choosers: choices per batch row and query: K, or H when query heads choose for themselves.
+        """
+        self._cost, self._rows = cost[:, None, None], rows[:, None, None]
+        self._host_cost, self._host_rows = (
+            x.repeat_interleave(choosers, dim=0).cpu().numpy() for x in (cost, rows[:, None])
+        )
+
+    @abstractmethod
+    def _choose(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        """Spans each query reads [B, K, Q, S], or [B, H, Q, S] when query heads choose for themselves."""
+
+    def _take(self, order: Tensor, margin: Tensor | None = None) -> Tensor:
+        """The first spans in an order that fit the rows left.
+
+        The choice of a single step is made on the host, where it is needed to fetch.
+
+        Args:
+            order: the highest are taken first [B, K or H, Q, S].
+            margin: take no span with a negative margin, shaped as `order`; None allows all.
+        """
+        eligible = None if margin is None else margin >= 0
+        if order.shape[2] > 1:
+            return select_spans(order, self._cost, self._rows, eligible)
+        on_host, allowed = (
+            None if x is None else x.detach().cpu().numpy().reshape(-1, order.shape[3]) for x in (order, eligible)
+        )
+        assert on_host is not None
+        chosen = select_spans_on_host(on_host, self._host_cost, self._host_rows, allowed)
+        return torch.from_numpy(chosen).view(order.shape)
+
+    def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        """Chooses, fetches and attends, a bounded number of queries at a time."""
+        n_queries = query.shape[2]
+        if n_queries == 1:
+            return self._attend(query, scaling, tail_mask)
+        if tail_mask is None:
+            tail_mask = causal_tail_mask(n_queries, self.tail_length, query.device)
+        assert tail_mask is not None
+        parts = zip(query.split(_QUERY_CHUNK, dim=2), tail_mask.split(_QUERY_CHUNK, dim=2), strict=True)
+        return torch.cat([self._attend(part, scaling, mask) for part, mask in parts], dim=2)
+
+    def _attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        zoomed = self._choose(query, scaling, tail_mask)
+        return self.reader.attend(query, scaling, zoomed, self.exact, tail_mask, self.meter)
+
+    def fork(self) -> Self:
+        """Shares the bank and the rows that never change; what its steps fetch is its own."""
+        twin = super().fork()
+        twin.reader = self.reader.fork()
+        return twin
+
+    def host_tensors(self) -> list[Tensor | None]:
+        """The bank and the bookkeeping of the slots."""
+        return self.reader.host_tensors()
