@@ -36,6 +36,7 @@ class SeKVConfig:
             summary key alone (the paper's).
         routing_dim: d_r, rows of each head's projection.
         max_rank: r_max, most components kept of a span's keys and of its values.
+        basis_bits: how the host stores bases: 8 for whole numbers with one step per component, 0 for the backbone's dtype.
         gate_hidden: width of the rank gate's hidden layer.
         alpha: anchors are tokens whose surprisal exceeds mean + alpha * standard deviation.
         min_span: shorter spans stay exact, in tokens.
@@ -54,7 +55,8 @@ class SeKVConfig:
 
     index: str = "tokens"
     routing_dim: int = 16
-    max_rank: int = 16
+    max_rank: int = 24
+    basis_bits: int = 8
     gate_hidden: int = 32
     alpha: float = 1.0
     min_span: int = 4
@@ -80,6 +82,8 @@ class SeKVConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise PolicyError(f"{name} '{getattr(self, name)}' is unknown; use one of {', '.join(allowed)}")
+        if self.basis_bits not in (0, 8):
+            raise PolicyError(f"basis_bits must be 8, or 0 for the backbone's dtype, got {self.basis_bits}")
         for name in ("routing_dim", "max_rank", "gate_hidden"):
             if getattr(self, name) < 1:
                 raise PolicyError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -144,7 +148,7 @@ class RankGate(nn.Module):
         self.inner = nn.Linear(max_rank + head_dim, hidden)
         self.outer = nn.Linear(hidden, max_rank)
         nn.init.normal_(self.outer.weight, std=0.02)
-        nn.init.constant_(self.outer.bias, 3.0)  # starts by keeping nearly everything
+        nn.init.constant_(self.outer.bias, 5.0)  # starts by keeping nearly everything: 0.993
 
     def forward(self, sigma: Tensor, summary_key: Tensor) -> Tensor:
         """Gates in (0, 1).

@@ -37,17 +37,20 @@ class BankSide:
         raw: the spans' rows [B, K, S, L, d]; anything beyond a span's length.
         basis: U, sigma, V^T of the rows; None keeps all spans raw.
         gate: g [B, K, S, r] in [0, 1], with `basis`.
+        raw_cost: as in `SpanMemory`.
     """
 
     raw: Tensor
     basis: Basis | None = None
     gate: Tensor | None = None
+    raw_cost: float = 1.0
 
 
 @dataclass(frozen=True)
 class _Packed:
-    left: Tensor  # U, token by token, [numbers]
-    right: Tensor  # g sigma V^T, component by component [components, d]
+    left: Tensor  # U, token by token, [numbers], float32
+    right: Tensor  # g sigma V^T, component by component [components, d], float32
+    left_step: Tensor  # of 8-bit entries of U [components], float32
     raw: Tensor  # [tokens, d]
     rank: Tensor  # -1 for raw spans [B * K * S]
 
@@ -65,6 +68,7 @@ class FactorBank:
         turn: rotation that each token of a factored key still needs, by its place in the span: cos and sin [L, rot]
             float32; None when the factors give the keys as they are.
         keep_raw: store raw rows where factors are not smaller; False forces factors (to measure them).
+        bits: 8 stores factors as whole numbers with one step per component; None in the dtype of the raw rows.
     """
 
     def __init__(
@@ -74,13 +78,26 @@ class FactorBank:
         length: Tensor,
         turn: tuple[Tensor, Tensor] | None = None,
         keep_raw: bool = True,
+        bits: int | None = None,
     ) -> None:
-        sides = [_pack(side, length, keep_raw) for side in (key, value)]
+        sides = [_pack(side, length, keep_raw, bits) for side in (key, value)]
         kv_heads, self.dim = key.raw.shape[1], key.raw.shape[-1]
-        zero = key.raw.new_zeros(1, self.dim)
+        self._dtype = key.raw.dtype
+        zero = sides[0].right.new_zeros(1, self.dim)
         # One number and one row of zeros at the end: where a padded index points to.
-        self._left = to_host(torch.cat([*(s.left for s in sides), zero[0, :1]]))
-        self._right = to_host(torch.cat([*(s.right for s in sides), zero]))
+        left = torch.cat([*(s.left for s in sides), zero[0, :1]])
+        right = torch.cat([*(s.right for s in sides), zero])
+        self._step: Tensor | None = None
+        if bits is None:
+            left, right = left.to(self._dtype), right.to(self._dtype)
+        else:
+            # The steps of U are folded into those of its component's row, so that one number per component is kept.
+            left_step = torch.cat([*(s.left_step for s in sides), zero[0, :1]])
+            step = right.abs().amax(dim=1).clamp_min(1e-12) / 127
+            right = (right / step[:, None]).round()
+            left, right = left.to(torch.int8), right.to(torch.int8)
+            self._step = to_host(step * left_step)
+        self._left, self._right = to_host(left), to_host(right)
         self._raw = to_host(torch.cat([s.raw for s in sides]))
         self._turn = turn
         rank = torch.cat([s.rank for s in sides])
@@ -111,12 +128,14 @@ class FactorBank:
         length, rank, raw_at, left_at, right_at = self._at[:, entries]
         raw, factored = np.flatnonzero(rank < 0), np.flatnonzero(rank >= 0)
         rows = self._raw.index_select(0, torch.from_numpy(_ranges(raw_at[raw], length[raw])))
-        moved = rows.numel()
+        moved = rows.numel() * rows.element_size()
         rows = rows.to(device, non_blocking=True)
         if len(factored):
-            left, right = self._factors(length[factored], rank[factored], left_at[factored], right_at[factored])
-            moved += left.numel() + right.numel()
-            built = left.to(device, non_blocking=True) @ right.to(device, non_blocking=True)  # [F, L, d]
+            left, right, crossed = self._factors(
+                length[factored], rank[factored], left_at[factored], right_at[factored], device
+            )
+            moved += crossed
+            built = left @ right  # [F, L, d]
             n_keys = int(np.searchsorted(factored, len(spans)))
             if self._turn is not None and n_keys:
                 cos, sin = (table[: built.shape[1]] for table in self._turn)
@@ -126,12 +145,17 @@ class FactorBank:
             first[raw] = length[raw].cumsum() - length[raw]
             first[factored] = len(rows) + np.arange(len(factored)) * built.shape[1]
             order = torch.from_numpy(_ranges(first, length)).to(device)
-            rows = torch.cat([rows, built.flatten(0, 1)]).index_select(0, order)
+            rows = torch.cat([rows, built.flatten(0, 1).to(self._dtype)]).index_select(0, order)
         key, value = rows.split(len(rows) // 2)
         return key, value, moved * self._raw.element_size()
 
-    def _factors(self, length: Index, rank: Index, left_at: Index, right_at: Index) -> tuple[Tensor, Tensor]:
-        """U [F, L, r], anything beyond a span's length, and g sigma V^T [F, r, d]; zero beyond a span's rank."""
+    def _factors(
+        self, length: Index, rank: Index, left_at: Index, right_at: Index, device: torch.device
+    ) -> tuple[Tensor, Tensor, int]:
+        """U [F, L, r], anything beyond a span's length, and g sigma V^T [F, r, d]; zero beyond a span's rank.
+
+        Both on the compute tier, and the bytes that crossed.
+        """
         component = np.arange(max(1, rank.max()))
         live = component < rank[:, None]  # [F, r]
         right_index = np.where(live, right_at[:, None] + component, len(self._right) - 1)
@@ -140,12 +164,20 @@ class FactorBank:
         # Beyond a span's length the index may leave the bank.
         np.minimum(left_index, len(self._left) - 1, out=left_index)
         left = self._left.index_select(0, torch.from_numpy(left_index.ravel())).view(left_index.shape)
-        right = self._right.index_select(0, torch.from_numpy(right_index.ravel()))
-        return left, right.view(*right_index.shape, self.dim)
+        component_index = torch.from_numpy(right_index.ravel())
+        right = self._right.index_select(0, component_index)
+        moved = left.numel() * left.element_size() + right.numel() * right.element_size()
+        left, right = left.to(device, non_blocking=True), right.to(device, non_blocking=True)
+        if self._step is not None:
+            step = self._step.index_select(0, component_index)
+            moved += step.numel() * step.element_size()
+            left, right = left.float(), right * step.to(device, non_blocking=True)[:, None]
+        return left, right.view(*right_index.shape, self.dim), moved
 
     def tensors(self) -> list[Tensor]:
         """The live tensors, index tables included, for byte counts."""
-        return [self._left, self._right, self._raw, self._table]
+        steps = [] if self._step is None else [self._step]
+        return [self._left, self._right, self._raw, self._table, *steps]
 
 
 def _ranges(start: Index, length: Index) -> Index:
@@ -153,23 +185,29 @@ def _ranges(start: Index, length: Index) -> Index:
     return np.arange(length.sum()) + np.repeat(start - length.cumsum() + length, length)
 
 
-def _pack(side: BankSide, length: Tensor, keep_raw: bool) -> _Packed:
-    """One side's spans as flat tensors, in the dtype of the raw rows."""
-    raw, dtype = side.raw, side.raw.dtype
+def _pack(side: BankSide, length: Tensor, keep_raw: bool, bits: int | None) -> _Packed:
+    """One side's spans as flat tensors."""
+    raw = side.raw
     token = torch.arange(raw.shape[-2], device=raw.device) < length[:, None, :, None]  # [B, 1, S, L]
     token = token.expand(raw.shape[:-1])
     if side.basis is None or side.gate is None:
         rank = -token[..., 0].long()
-        return _Packed(raw.new_zeros(0), raw.new_zeros(0, raw.shape[-1]), raw[token], rank.flatten())
+        none = torch.zeros(0, device=raw.device)
+        return _Packed(none, none.view(0, 1).expand(0, raw.shape[-1]), none, raw[token], rank.flatten())
     left, sigma, right = side.basis
-    kept, stays_raw = components_kept(side.gate, sigma, length, raw.shape[-1], keep_raw)
+    kept, stays_raw = components_kept(side.gate, sigma, length, raw.shape[-1], keep_raw, side.raw_cost)
     order = (~kept).int().argsort(dim=-1, stable=True)  # kept components first, still by singular value
     kept = kept.gather(-1, order)
     left = left.gather(-1, order[..., None, :].expand_as(left))  # [B, K, S, L, r]
     right = (right * (side.gate * sigma)[..., None]).gather(-2, order[..., None].expand_as(right))
+    step = torch.ones_like(left[..., 0, :])
+    if bits is not None:
+        step = (left * token[..., None]).abs().amax(dim=-2).clamp_min(1e-12) / 127  # [B, K, S, r]
+        left = (left / step[..., None, :]).round()
     return _Packed(
-        left=left[kept[..., None, :] & token[..., None]].to(dtype),
-        right=right[kept].to(dtype),
+        left=left[kept[..., None, :] & token[..., None]],
+        right=right[kept],
+        left_step=step[kept],
         raw=raw[token & stays_raw[..., None]],
         rank=torch.where(stays_raw, -1, kept.sum(-1)).flatten(),
     )

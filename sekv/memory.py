@@ -94,6 +94,7 @@ class SpanMemory:
         value_basis: of the values.
         key_gate: g [B, K, S, r]; differentiable when the rank gate is.
         value_gate: g for the values.
+        raw_cost: bytes of a raw number over those of a number of a basis: decides which spans stay raw.
     """
 
     summary_key: Tensor
@@ -104,6 +105,7 @@ class SpanMemory:
     value_basis: Basis
     key_gate: Tensor
     value_gate: Tensor
+    raw_cost: float = 1.0
 
 
 def build_memory(
@@ -114,6 +116,7 @@ def build_memory(
     max_rank: int,
     gate: RankGate | None = None,
     turn: Turn | None = None,
+    basis_bits: int | None = None,
 ) -> SpanMemory:
     """Builds summaries and bases, batched over batch rows, KV heads and spans.
 
@@ -125,6 +128,7 @@ def build_memory(
         max_rank: r_max.
         gate: rank gate; None keeps every component whole.
         turn: rotation to undo before keys are factored, from `span_turn`; None factors them as they are.
+        basis_bits: how bases will be stored: 8, or None for the dtype of `key`.
 
     Returns:
         The memory; only the gates carry a gradient.
@@ -140,7 +144,10 @@ def build_memory(
         key_gate, value_gate = torch.ones_like(key_basis[1]), torch.ones_like(value_basis[1])
     else:
         key_gate, value_gate = gate(key_basis[1], summary_key), gate(value_basis[1], summary_key)
-    return SpanMemory(summary_key, summary_value, raw_key, raw_value, key_basis, value_basis, key_gate, value_gate)
+    raw_cost = 1.0 if basis_bits is None else 8.0 * key.element_size() / basis_bits
+    return SpanMemory(
+        summary_key, summary_value, raw_key, raw_value, key_basis, value_basis, key_gate, value_gate, raw_cost
+    )
 
 
 def summarise(rows: Tensor, tokens: SpanTokens, weights: Tensor) -> Tensor:
@@ -183,7 +190,9 @@ def _factor(rows: Tensor, max_rank: int) -> Basis:
     return left, sigma, right
 
 
-def rebuild_rows(basis: Basis, gate: Tensor, raw: Tensor, length: Tensor, turn: Turn | None = None) -> Tensor:
+def rebuild_rows(
+    basis: Basis, gate: Tensor, raw: Tensor, length: Tensor, turn: Turn | None = None, raw_cost: float = 1.0
+) -> Tensor:
     """All spans' rows at the gated rank, for training: sum_i g_i sigma_i u_i v_i^T, raw where factors are not smaller.
 
     Args:
@@ -192,12 +201,13 @@ def rebuild_rows(basis: Basis, gate: Tensor, raw: Tensor, length: Tensor, turn: 
         raw: raw rows [B, K, S, L, d].
         length: tokens per span [B, S].
         turn: what was undone before the keys were factored.
+        raw_cost: as in `SpanMemory`.
 
     Returns:
         [B, K, S, L, d] in the dtype of `raw`.
     """
     left, sigma, right = basis
-    kept, stays_raw = components_kept(gate, sigma, length, raw.shape[-1])
+    kept, stays_raw = components_kept(gate, sigma, length, raw.shape[-1], raw_cost=raw_cost)
     rows = (left * (gate * kept * sigma)[..., None, :]) @ right
     if turn is not None:
         rows = rotate(rows, *turn)
@@ -205,11 +215,12 @@ def rebuild_rows(basis: Basis, gate: Tensor, raw: Tensor, length: Tensor, turn: 
 
 
 def components_kept(
-    gate: Tensor, sigma: Tensor, length: Tensor, dim: int, keep_raw: bool = True
+    gate: Tensor, sigma: Tensor, length: Tensor, dim: int, keep_raw: bool = True, raw_cost: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Which components of a basis are worth storing, and which spans are cheaper as raw rows.
 
-    Rank r costs r (|S| + d) numbers, raw rows |S| d. Training and inference follow the same rule.
+    Rank r costs r (|S| + d) numbers, raw rows |S| d, each worth `raw_cost` of the others. Training and inference follow
+    the same rule.
 
     Args:
         gate: g [B, K, S, r].
@@ -217,6 +228,7 @@ def components_kept(
         length: tokens per span [B, S].
         dim: head dimension d.
         keep_raw: allow raw rows; False forces factors (to measure them).
+        raw_cost: as in `SpanMemory`.
 
     Returns:
         Components kept [B, K, S, r], none for raw spans; and raw spans [B, K, S].
@@ -227,6 +239,6 @@ def components_kept(
     # What could not be factored (not finite) has no singular values and stays raw whatever was asked.
     stays_raw = sigma[..., 0] == 0
     if keep_raw:
-        stays_raw = stays_raw | (rank * (length + dim) >= length * dim)
+        stays_raw = stays_raw | (rank * (length + dim) >= raw_cost * length * dim)
     stays_raw = stays_raw & (length > 0)
     return kept & ~stays_raw[..., None], stays_raw

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ class SeKVPolicy(Policy):
         anchors: keep anchors exact.
         summary_weights: `surprisal` or `uniform`.
         max_rank: most components used of a basis.
+        basis_bits: 8 stores bases as whole numbers, 0 in the backbone's dtype.
         rope: factor keys `pre` or `post` rotation.
         share_group: heads of a KV group share the union of their spans; `mean` and `oracle` always route by group.
         zoom: False never zooms.
@@ -65,6 +66,7 @@ class SeKVPolicy(Policy):
     anchors: bool | None = None
     summary_weights: str | None = None
     max_rank: int | None = None
+    basis_bits: int | None = None
     rope: str | None = None
     share_group: bool | None = None
     zoom: bool | None = None
@@ -116,9 +118,10 @@ class SeKVPolicy(Policy):
     def compress(self, prefill: Prefill, layer: int, plan: SpanPlan) -> Store:
         """Summaries and exact rows on the compute tier, bases on the host."""
         with torch.no_grad():
-            return self._store(OffloadedSpanStore, prefill, layer, plan, keep_raw=self.keep_raw)
+            options = {"keep_raw": self.keep_raw, "basis_bits": self._config.basis_bits or None}
+            return self._store(OffloadedSpanStore, prefill, layer, plan, **options)
 
-    def _store(self, kind: type, prefill: Prefill, layer: int, plan: SpanPlan, **options: bool) -> Store:
+    def _store(self, kind: type, prefill: Prefill, layer: int, plan: SpanPlan, **options: Any) -> Store:
         key, value = prefill.key_value(layer)
         memory = build_memory(
             key,
@@ -128,6 +131,7 @@ class SeKVPolicy(Policy):
             self._config.max_rank,
             None if self.adapter is None else self.adapter.gate,
             plan.turn,
+            self._config.basis_bits or None,
         )
         router = None if self.adapter is None else self.adapter.router(layer)
         routing = Routing(

@@ -209,18 +209,27 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         plan: partition and rows left for zooming.
         routing: how spans are chosen.
         keep_raw: store raw rows where factors are not smaller; False forces factors.
+        basis_bits: 8 for bases of whole numbers; None keeps them in the dtype of the keys.
     """
 
     def __init__(
-        self, key: Tensor, value: Tensor, memory: SpanMemory, plan: SpanPlan, routing: Routing, keep_raw: bool = True
+        self,
+        key: Tensor,
+        value: Tensor,
+        memory: SpanMemory,
+        plan: SpanPlan,
+        routing: Routing,
+        keep_raw: bool = True,
+        basis_bits: int | None = None,
     ) -> None:
         super().__init__(key, value, memory, plan, routing)
         bank = FactorBank(
-            BankSide(memory.raw_key, memory.key_basis, memory.key_gate),
-            BankSide(memory.raw_value, memory.value_basis, memory.value_gate),
+            BankSide(memory.raw_key, memory.key_basis, memory.key_gate, memory.raw_cost),
+            BankSide(memory.raw_value, memory.value_basis, memory.value_gate, memory.raw_cost),
             self._length,
             plan.turn,
             keep_raw,
+            basis_bits,
         )
         sharers = 1 if routing.share_group or routing.router is None else routing.router.bias.shape[0] // key.shape[1]
         self._set_costs(plan.segmentation.zoom_cost, plan.zoom_rows, sharers * key.shape[1])
@@ -411,8 +420,8 @@ class DifferentiableSpanStore(SpanStore):
             The output [B, H, Q, d], the mass on exact rows and window [B, H, Q, E], and that on spans [B, H, Q, S].
         """
         memory, tokens, turn = self.memory, self.plan.tokens, self.plan.turn
-        keys = rebuild_rows(memory.key_basis, key_gate, memory.raw_key, self._length, turn)
-        values = rebuild_rows(memory.value_basis, value_gate, memory.raw_value, self._length)
+        keys = rebuild_rows(memory.key_basis, key_gate, memory.raw_key, self._length, turn, memory.raw_cost)
+        values = rebuild_rows(memory.value_basis, value_gate, memory.raw_value, self._length, raw_cost=memory.raw_cost)
         slot = tokens.slot[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[-1])
         key, value = (x.flatten(2, 3).gather(2, slot) for x in (keys, values))
         gate = self._per_group(expand)

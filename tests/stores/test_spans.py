@@ -28,7 +28,7 @@ def ids(*shape: int, seed: int = 0) -> Tensor:
 
 def everything_zoomed(backbone: Backbone, context: Tensor, mask: Tensor | None = None, **options) -> CompressedCache:
     """A compressed cache whose rows suffice to zoom into every span, although it keeps few of them resident."""
-    policy = SeKVPolicy(**{"routing": "mean", "max_rank": 64, **options})
+    policy = SeKVPolicy(**{"routing": "mean", "max_rank": 64, "basis_bits": 0, **options})
     state = prefill(backbone, context, mask)
     plan = policy.prepare(state, Budget(share=0.6))
     plan = replace(plan, zoom_rows=torch.full_like(plan.zoom_rows, 10_000))
@@ -123,7 +123,9 @@ def test_equals_the_loop(tiny_backbone, routing, n_queries, lengths, summary_sha
     backbone = tiny_backbone
     context = ids(len(lengths), max(lengths))
     mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
-    config = SeKVConfig(routing_dim=8, max_span=16, summary_share=summary_share, persistent_share=0.5)
+    config = SeKVConfig(
+        routing_dim=8, max_span=16, summary_share=summary_share, persistent_share=0.5, basis_bits=0
+    )
     adapter = SeKVAdapter.create(backbone, config)
     adapter.summary_bias.copy_(torch.randn(2, 4, generator=torch.Generator().manual_seed(2)))
     policy = SeKVPolicy(routing=routing, adapter=adapter, fill=True, max_rank=16, tail=8)
