@@ -65,7 +65,7 @@ def test_evaluate_writes_results_samples_and_plot_and_prints_a_table(
     out = tmp_path / "out"
     argv = ["evaluate", "--backbone", folder, "--policy", "full,sekv[routing=mean,max_span=16],keydiff", "--tasks"]
     assert main([*argv, f"{task_file},niah:512", "--budget", "0.5,100%,150", "--limit", "1", "--output", str(out)]) == 0
-    names = ["results.csv", "results.json", "samples.jsonl", "scores.png"]
+    names = ["results.csv", "results.json", "run.json", "samples.jsonl", "scores.png"]
     assert sorted(path.name for path in out.iterdir()) == names
     results = json.loads((out / "results.json").read_text())
     assert len(results) == 3 * 2 * 3
@@ -275,25 +275,35 @@ def test_export_reports_the_folder_and_refuses_a_missing_checkpoint(tmp_path: Pa
     assert capsys.readouterr().out == "adapter written to out\n"
 
 
-def test_an_earlier_evaluation_is_replaced_and_that_is_said(
+def test_an_evaluation_goes_on_with_its_folder_and_a_restart_replaces_it(
     folder: str, task_file: str, tmp_path: Path, capsys
 ) -> None:
-    argv = [
-        "evaluate",
-        "--backbone",
-        folder,
-        "--tasks",
-        task_file,
-        "--budget",
-        "0.5",
-        "--output",
-        str(tmp_path / "out"),
-    ]
+    out = tmp_path / "out"
+    argv = ["evaluate", "--backbone", folder, "--tasks", task_file, "--budget", "0.5", "--output", str(out)]
+
+    def policies() -> list[str]:
+        return [result["policy"] for result in json.loads((out / "results.json").read_text())]
+
     assert main([*argv, "--policy", "full"]) == 0
-    assert "earlier results" not in capsys.readouterr().out
-    assert main([*argv, "--policy", "keydiff"]) == 0
-    assert "earlier results were replaced" in " ".join(capsys.readouterr().out.split())
-    assert [r["policy"] for r in json.loads((tmp_path / "out" / "results.json").read_text())] == ["keydiff"]
+    assert main([*argv, "--policy", "keydiff,full", "--baseline", "full"]) == 0
+    captured = capsys.readouterr()
+    assert f"1 of 2 answers are in {out} already" in captured.err.replace("\n", "")
+    assert "score minus that of full" in captured.out
+    assert policies() == ["keydiff", "full"]
+    assert "another run" in fails_with_one_line([*argv, "--policy", "full", "--query-aware"], capsys)
+    assert main([*argv, "--policy", "full", "--query-aware", "--restart"]) == 0
+    assert policies() == ["full"]
+
+
+def test_lm_eval_gets_its_arguments_with_the_model_registered(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["sekv"])
+    with pytest.raises(SystemExit) as stop:
+        main(["lm-eval", "run", "--help"])
+    assert stop.value.code == 0
+    assert "--model" in capsys.readouterr().out
+    from lm_eval.api.registry import get_model
+
+    assert get_model("sekv").__name__ == "SeKVLM"
 
 
 @pytest.mark.parametrize(

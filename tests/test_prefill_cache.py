@@ -11,6 +11,7 @@ from sekv.policies.registry import build_policy
 from sekv.prefill_cache import PrefillCache
 
 IDS = list(range(3, 120))
+KINDS = ["full_attention", "sliding_attention"]
 
 
 @pytest.fixture
@@ -55,7 +56,7 @@ def test_another_backbone_is_refused(tiny_backbone, make_tiny_backbone, tmp_path
     PrefillCache(tmp_path, tiny_backbone)
     with pytest.raises(DataError, match=r"belongs to another backbone \(backbone differ\)"):
         PrefillCache(tmp_path, make_tiny_backbone("llama", seed=5))
-    sliding = make_tiny_backbone("mistral", sliding_window=16, num_hidden_layers=2)
+    sliding = make_tiny_backbone("qwen2", layer_types=KINDS, use_sliding_window=True, sliding_window=8)
     with pytest.raises(DataError, match="cannot be kept on disk"):
         PrefillCache(tmp_path / "b", sliding)
 
