@@ -64,7 +64,7 @@ $(STAMP): pyproject.toml $(CHOICE)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install "$(TORCH)"
 	$(BIN)/python -c "import importlib.metadata as m; print('torch==' + m.version('torch'))" > $(VENV)/torch.txt
-	$(BIN)/python -m pip install -c $(VENV)/torch.txt -e '.[train,eval,dev]'
+	$(BIN)/python -m pip install -c $(VENV)/torch.txt -e '.[train,eval,lm-eval,dev]'
 	@touch $@
 
 $(PARITY)/.installed: $(STAMP)
