@@ -1,4 +1,4 @@
-"""One optimiser step against a plain prefill of the same tokens: seconds, their ratio, peak memory, and where time goes.
+"""One optimiser step against a plain prefill of the same tokens: their ratio, peak memory, and where time goes.
 
 Repeats are interleaved and medians are compared. Peak memory is what the process grows by during the step: on an
 accelerator from the allocator, elsewhere from the resident set, measured in a process of its own for each length.
@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -63,8 +64,7 @@ def workloads(name: str, tokens: int, window: int) -> tuple[Callable[[], None], 
 
 def resident_bytes() -> int:
     """Resident set of this process."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def growth(work: Callable[[], None], device: torch.device) -> int:
