@@ -32,11 +32,12 @@ class SeKVConfig:
     """What an adapter was trained for; a policy starts from these values.
 
     Attributes:
-        index: what a router knows of a span: `tokens`, a projected key of each of its tokens, or `summary`, the projected
-            summary key alone (the paper's).
+        index: what a router knows of a span: `tokens`, a projected key of each of its tokens, or `summary`, the
+            projected summary key alone (the paper's).
         routing_dim: d_r, rows of each head's projection.
         max_rank: r_max, most components kept of a span's keys and of its values.
-        basis_bits: how the host stores bases: 8 for whole numbers with one step per component, 0 for the backbone's dtype.
+        basis_bits: how the host stores bases: 8 for whole numbers with one step per component, 0 for the backbone's
+            dtype.
         gate_hidden: width of the rank gate's hidden layer.
         alpha: anchors are tokens whose surprisal exceeds mean + alpha * standard deviation.
         min_span: shorter spans stay exact, in tokens.
@@ -129,6 +130,10 @@ class LayerRouter(NamedTuple):
     offset: Tensor | None
     bias: Tensor
     summary_bias: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> LayerRouter:
+        """The router with every parameter that there is changed."""
+        return LayerRouter._make(None if parameter is None else change(parameter) for parameter in self)
 
 
 class RankGate(nn.Module):
@@ -251,11 +256,11 @@ class SeKVAdapter(nn.Module):
             raise AdapterError(
                 f"the adapter has no router for layer {layer}; it has layers {list(self.layers)}"
             ) from None
-        return LayerRouter(*(None if parameter is None else parameter[i] for parameter in self._routers()))
+        return self._routers().each(lambda parameter: parameter[i])
 
     def joint_router(self) -> LayerRouter:
         """All layers' routers as one whose heads are (layer, head), for work on every layer at once."""
-        return LayerRouter(*(None if parameter is None else parameter.flatten(0, 1) for parameter in self._routers()))
+        return self._routers().each(lambda parameter: parameter.flatten(0, 1))
 
     def _routers(self) -> LayerRouter:
         by_tokens = self.config.index == "tokens"

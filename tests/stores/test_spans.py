@@ -123,9 +123,7 @@ def test_equals_the_loop(tiny_backbone, routing, n_queries, lengths, summary_sha
     backbone = tiny_backbone
     context = ids(len(lengths), max(lengths))
     mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
-    config = SeKVConfig(
-        routing_dim=8, max_span=16, summary_share=summary_share, persistent_share=0.5, basis_bits=0
-    )
+    config = SeKVConfig(routing_dim=8, max_span=16, summary_share=summary_share, persistent_share=0.5, basis_bits=0)
     adapter = SeKVAdapter.create(backbone, config)
     adapter.summary_bias.copy_(torch.randn(2, 4, generator=torch.Generator().manual_seed(2)))
     policy = SeKVPolicy(routing=routing, adapter=adapter, fill=True, max_rank=16, tail=8)
@@ -262,7 +260,7 @@ def test_rows_of_a_span_that_cannot_be_factored_stay_raw(tiny_backbone):
 
 @torch.no_grad()
 def test_per_head_masks_zoom_no_more_than_the_union(tiny_backbone):
-    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=16))
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=16, summary_share=1.0))
     state = prefill(tiny_backbone, ids(1, 300))
     query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0))
     shared, single = (
@@ -291,10 +289,10 @@ def test_the_identity_holds_on_the_real_model(smollm2, rope):
 
 @torch.no_grad()
 @pytest.mark.parametrize("routing", ["mean", "learned"])
-@pytest.mark.parametrize("share_group", [True, False])
-def test_rows_kept_from_earlier_steps_change_no_answer(tiny_backbone, routing, share_group):
-    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=24, max_rank=4))
-    policy = SeKVPolicy(adapter=adapter, routing=routing, fill=True, share_group=share_group, tail=8)
+@pytest.mark.parametrize(("share_group", "summary_share"), [(True, 0.1), (True, 1.0), (False, 1.0)])
+def test_rows_kept_from_earlier_steps_change_no_answer(tiny_backbone, routing, share_group, summary_share):
+    config = SeKVConfig(routing_dim=8, max_span=24, max_rank=4, share_group=share_group, summary_share=summary_share)
+    policy = SeKVPolicy(adapter=SeKVAdapter.create(tiny_backbone, config), routing=routing, fill=True, tail=8)
     mask = torch.ones(2, 300, dtype=torch.bool)
     mask[1, :80] = False
     memory = compress(prefill(tiny_backbone, ids(2, 300), mask), policy, 0.4).stores[0]
