@@ -26,6 +26,8 @@ FORMAT_VERSION = 1
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
+SHARE_BIAS = math.log(10.0)  # to begin with alpha is one half where a span is expected to hold a tenth of the attention
+
 
 @dataclass(frozen=True)
 class SeKVConfig:
@@ -213,7 +215,7 @@ class SeKVAdapter(nn.Module):
         shape = (n, heads) if config.threshold == "head" else (1, 1)
         self.threshold_logit = nn.Parameter(torch.zeros(shape))
         self.log_scale = nn.Parameter(torch.zeros(n, heads))
-        self.bias = nn.Parameter(torch.zeros(n, heads))
+        self.bias = nn.Parameter(torch.full((n, heads), SHARE_BIAS if config.index == "tokens" else 0.0))
         self.summary_bias = nn.Parameter(torch.full((n, heads), config.summary_bias))
         if config.index == "tokens":
             keys = self.projection.detach().unflatten(1, (num_kv_heads, -1)).mean(2)

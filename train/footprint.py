@@ -126,7 +126,7 @@ def step_parts(backbone: Backbone, adapter: SeKVAdapter, size: StepSize) -> list
         Part("the document's keys, values and window queries", layers * layer.document(), both),
         Part("activations of one layer over the document", layer.reading(), reading),
         Part("surprisal, a chunk of logits", layer.surprisal(), reading),
-        Part("memory: summaries, exact and raw rows", layers * layer.rows() + layer.rotation(), training),
+        Part("memory: summaries, exact and raw rows, index", layers * layer.rows() + layer.rotation(), training),
         Part("memory: bases and gates", layers * layer.bases(), training),
         Part("student: rows rebuilt from bases", kept * layer.rebuilt(), training),
         Part("student: attention of the window over the rows", kept * layer.attention(), training),

@@ -7,7 +7,6 @@ training starts from there. *(ours; the paper trains end to end from random proj
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,14 +14,14 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from sekv.adapter import SeKVAdapter
+from sekv.adapter import SHARE_BIAS, SeKVAdapter
 from sekv.routing import group_max, group_sum, select_spans
 from train import losses
 from train.errors import ConfigError
 from train.examples import RouterExample
 from train.losses import LossConfig
 
-_STARTING_BIAS = {"tokens": math.log(10.0), "summary": -4.0}  # of the logits: few spans hold much of a head's attention
+_STARTING_BIAS = {"tokens": SHARE_BIAS, "summary": -4.0}  # of the logits: few spans hold much of a head's attention
 _SMALLEST_VARIANCE = 1e-4  # of a query direction, relative to the largest
 
 

@@ -125,7 +125,7 @@ def test_the_index_counts_with_the_memory(make_tiny_backbone):
     backbone = make_tiny_backbone("llama", num_hidden_layers=3)
     size = StepSize(2, 1000, 32, 32, Budget(share=0.2), 2)
     adapters = [SeKVAdapter.create(backbone, SeKVConfig(routing_dim=8, index=i)) for i in ("tokens", "summary")]
-    name = "memory: summaries, exact and raw rows"
+    name = "memory: summaries, exact and raw rows, index"
     tokens, summary = (parts_by_name(backbone, adapter, size)[name] for adapter in adapters)
     cut = expected_cut(adapters[0].config, size.budget, size.context)
     assert tokens - summary == 3 * 2 * 4 * (2 * cut.span_tokens * (16 + 8) - 4 * cut.spans)

@@ -147,9 +147,10 @@ def test_an_untrained_router_stays_as_it_is_made(make_module, make_data, make_tr
 
 
 def test_the_warm_start_reports_its_last_step_and_the_share_of_parameters(make_module, make_data, make_trainer, capsys):
-    module = make_module(warm_start=WarmStartConfig(documents=2, steps=3))
+    module = make_module(warm_start=WarmStartConfig(documents=1, retrieval=1, steps=3))
     make_trainer(max_steps=1).fit(module, datamodule=make_data())
     printed = capsys.readouterr().out
+    assert "warm start: read document 2/2" in printed
     assert "warm start: step 3/3, zoom loss" in printed
     assert "step 0/3" not in printed
     share = module.adapter.parameter_share
