@@ -26,17 +26,20 @@ FORMAT_VERSION = 1
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
+SHARE_BIAS = math.log(10.0)  # to begin with alpha is one half where a span is expected to hold a tenth of the attention
+
 
 @dataclass(frozen=True)
 class SeKVConfig:
     """What an adapter was trained for; a policy starts from these values.
 
     Attributes:
-        index: what a router knows of a span: `tokens`, a projected key of each of its tokens, or `summary`, the projected
-            summary key alone (the paper's).
+        index: what a router knows of a span: `tokens`, a projected key of each of its tokens, or `summary`, the
+            projected summary key alone (the paper's).
         routing_dim: d_r, rows of each head's projection.
         max_rank: r_max, most components kept of a span's keys and of its values.
-        basis_bits: how the host stores bases: 8 for whole numbers with one step per component, 0 for the backbone's dtype.
+        basis_bits: how the host stores bases: 8 for whole numbers with one step per component, 0 for the backbone's
+            dtype.
         gate_hidden: width of the rank gate's hidden layer.
         alpha: anchors are tokens whose surprisal exceeds mean + alpha * standard deviation.
         min_span: shorter spans stay exact, in tokens.
@@ -130,6 +133,10 @@ class LayerRouter(NamedTuple):
     bias: Tensor
     summary_bias: Tensor
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> LayerRouter:
+        """The router with every parameter that there is changed."""
+        return LayerRouter._make(None if parameter is None else change(parameter) for parameter in self)
+
 
 class RankGate(nn.Module):
     """g = sigmoid(MLP([sigma_i / sigma_1; k_S / |k_S|])): how much of each component a span keeps.
@@ -208,7 +215,7 @@ class SeKVAdapter(nn.Module):
         shape = (n, heads) if config.threshold == "head" else (1, 1)
         self.threshold_logit = nn.Parameter(torch.zeros(shape))
         self.log_scale = nn.Parameter(torch.zeros(n, heads))
-        self.bias = nn.Parameter(torch.zeros(n, heads))
+        self.bias = nn.Parameter(torch.full((n, heads), SHARE_BIAS if config.index == "tokens" else 0.0))
         self.summary_bias = nn.Parameter(torch.full((n, heads), config.summary_bias))
         if config.index == "tokens":
             keys = self.projection.detach().unflatten(1, (num_kv_heads, -1)).mean(2)
@@ -251,11 +258,11 @@ class SeKVAdapter(nn.Module):
             raise AdapterError(
                 f"the adapter has no router for layer {layer}; it has layers {list(self.layers)}"
             ) from None
-        return LayerRouter(*(None if parameter is None else parameter[i] for parameter in self._routers()))
+        return self._routers().each(lambda parameter: parameter[i])
 
     def joint_router(self) -> LayerRouter:
         """All layers' routers as one whose heads are (layer, head), for work on every layer at once."""
-        return LayerRouter(*(None if parameter is None else parameter.flatten(0, 1) for parameter in self._routers()))
+        return self._routers().each(lambda parameter: parameter.flatten(0, 1))
 
     def _routers(self) -> LayerRouter:
         by_tokens = self.config.index == "tokens"

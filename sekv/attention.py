@@ -43,8 +43,8 @@ class RowSet:
 class Merge:
     """Rows that stand for several tokens each are attended to as fewer rows: averages, weighted by those tokens.
 
-    The logit of a mean key is the mean of the logits, so no mean is ever formed, whatever each query leaves out. A merged
-    row has log(tokens) added to its logit.
+    The logit of a mean key is the mean of the logits, so no mean is ever formed, whatever each query leaves out. A
+    merged row has log(tokens) added to its logit.
 
     Attributes:
         row: merged row of each row [B, R].

@@ -1,7 +1,7 @@
 """What a router knows of spans without fetching them: a projected key of each token (method section 1.3).
 
-A mean key hides what a single token says, and retrieval looks for single tokens. So the index keeps, per token and KV head,
-the key in the few directions that queries ask about (8-bit at inference), and a span's share of the attention is
+A mean key hides what a single token says, and retrieval looks for single tokens. So the index keeps, per token and KV
+head, the key in the few directions that queries ask about (8-bit at inference), and a span's share of the attention is
 estimated by the sum over its tokens. *(ours; the paper's index is the summary key, `routing_logits`)*
 
 Dimensions: B batch, H query heads, K KV heads (H = G * K), Q queries, S spans, T span tokens, r routing dimension.
@@ -82,6 +82,7 @@ class TokenIndex:
         if mask is not None:
             logits = logits.masked_fill(~mask[:, None, None], -torch.inf)
         peak = logits.detach().amax(dim=-1, keepdim=True)
+        peak = peak.masked_fill(peak == -torch.inf, 0.0)  # a context without spans: its gradient would be NaN
         tiny = torch.finfo(torch.float32).tiny
         total = sum_by_span(torch.exp(logits - peak), span, length.shape[1]).clamp_min(tiny).log() + peak
         assert router.offset is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,11 +27,13 @@ def saved(tiny_backbone, tmp_path):
     return adapter, tmp_path / "adapter"
 
 
-def test_parameter_count(tiny_backbone):
-    adapter = SeKVAdapter.create(tiny_backbone, CONFIG)
+@pytest.mark.parametrize(("index", "key_heads"), [("tokens", 2 * 2), ("summary", 0)])
+def test_parameter_count(tiny_backbone, index, key_heads):
+    """W, tau, scale, offset or length coefficient, and two biases per head; keys have projections of their own."""
+    adapter = SeKVAdapter.create(tiny_backbone, replace(CONFIG, index=index))
     heads = 2 * 4
     gate = (4 + 16) * 5 + 5 + 5 * 4 + 4
-    assert adapter.num_parameters == heads * (8 * 16 + 4) + gate
+    assert adapter.num_parameters == heads * (8 * 16 + 5) + key_heads * 8 * 16 + gate
     assert adapter.parameter_share == adapter.num_parameters / tiny_backbone.num_parameters
 
 
@@ -97,6 +100,7 @@ def test_pickle_is_never_read(saved, tiny_backbone):
         (lambda c: c["config"].update(rope=["pre"]), "rope is .*, expected a text"),
         (lambda c: c["backbone"].pop("num_heads"), "fingerprint lacks num_heads"),
         (lambda c: c["backbone"].update(num_heads="4"), "num_heads of the backbone is '4', expected a whole number"),
+        (lambda c: c["backbone"].update(num_kv_heads=0), "num_kv_heads of the backbone is 0, expected"),
         (lambda c: c["backbone"].update(head_dim=0), "head_dim of the backbone is 0, expected"),
         (lambda c: c["backbone"].update(compressible=3), "compressible of the backbone is 3, expected a list"),
         (lambda c: c["backbone"].update(compressible=["0"]), "compressible of the backbone is .*, expected a list"),
@@ -193,6 +197,11 @@ def test_global_threshold_is_one_number(tiny_backbone):
 def test_bad_settings():
     with pytest.raises(PolicyError, match="rope 'none' is unknown; use one of pre, post"):
         SeKVConfig(rope="none")
+    with pytest.raises(PolicyError, match="index 'words' is unknown; use one of tokens, summary"):
+        SeKVConfig(index="words")
+    with pytest.raises(PolicyError, match="share_group=False needs summary_share=1"):
+        SeKVConfig(share_group=False)
+    assert not SeKVConfig(share_group=False, summary_share=1.0).cutting().merges
     with pytest.raises(PolicyError, match="max_rank must be at least 1"):
         SeKVConfig(max_rank=0)
     with pytest.raises(PolicyError, match="segmentation 'words' is unknown"):

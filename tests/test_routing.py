@@ -1,4 +1,4 @@
-"""Routing: logits against the formula, selection against a loop, straight-through gradients."""
+"""Routing: logits of summaries against the formula, selection against a loop, straight-through gradients."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ def make_router() -> LayerRouter:
     g = torch.Generator().manual_seed(0)
     return LayerRouter(
         projection=torch.randn(H, R, D, generator=g),
+        key_projection=None,
         threshold=torch.rand(H, generator=g),
         scale=torch.rand(H, generator=g) + 0.5,
         length_coefficient=torch.rand(H, generator=g),
+        offset=None,
         bias=torch.randn(H, generator=g),
+        summary_bias=torch.zeros(H),
     )
 
 
@@ -68,11 +71,11 @@ def test_mean_margin_is_predicted_mass():
     assert float(margin[0, 0, 0, 4]) == 0.0
 
 
-def greedy(margin: list[float], length: list[int], rows: int, eligible: list[bool]) -> list[bool]:
+def greedy(margin: list[float], cost: list[int], rows: int, eligible: list[bool]) -> list[bool]:
     taken = [False] * len(margin)
     for i in sorted(range(len(margin)), key=lambda i: -margin[i]):
-        if eligible[i] and length[i] > 0 and length[i] - 1 <= rows:
-            taken[i], rows = True, rows - length[i] + 1
+        if eligible[i] and 0 <= cost[i] <= rows:
+            taken[i], rows = True, rows - cost[i]
     return taken
 
 
@@ -80,22 +83,22 @@ def greedy(margin: list[float], length: list[int], rows: int, eligible: list[boo
 def test_selection_respects_rows_and_order(rows):
     g = torch.Generator().manual_seed(rows)
     margin = torch.randn(6, 30, generator=g)
-    length = torch.randint(0, 12, (6, 30), generator=g)
+    cost = torch.randint(-1, 11, (6, 30), generator=g)  # -1: there is no span
     eligible = torch.rand(6, 30, generator=g) < 0.8
-    chosen = select_spans(margin, length, torch.full((6,), rows), eligible)
-    used = ((length - 1) * chosen).sum(-1)
+    chosen = select_spans(margin, cost, torch.full((6,), rows), eligible)
+    used = (cost * chosen).sum(-1)
     assert bool((used <= rows).all())
-    assert not bool((chosen & ~eligible).any()) and not bool((chosen & (length == 0)).any())
+    assert not bool((chosen & ~eligible).any()) and not bool((chosen & (cost < 0)).any())
     for i in range(6):
-        expected = torch.tensor(greedy(margin[i].tolist(), length[i].tolist(), rows, eligible[i].tolist()))
+        expected = torch.tensor(greedy(margin[i].tolist(), cost[i].tolist(), rows, eligible[i].tolist()))
         # Three passes take the same leading spans as full greedy; they may stop before its last crumbs.
         assert not bool((chosen[i] & ~expected).any())
-        assert int(used[i]) >= 0.8 * int(((length[i] - 1) * expected).sum())
+        assert int(used[i]) >= 0.8 * int((cost[i] * expected).sum())
 
 
 def test_margin_decides_when_rows_are_short():
-    margin, length = torch.tensor([0.1, 0.9, 0.5, 0.8]), torch.tensor([5, 5, 5, 5])
-    assert select_spans(margin, length, torch.tensor(8)).tolist() == [False, True, False, True]
+    margin, cost = torch.tensor([0.1, 0.9, 0.5, 0.8]), torch.tensor([4, 4, 4, 4])
+    assert select_spans(margin, cost, torch.tensor(8)).tolist() == [False, True, False, True]
 
 
 def test_straight_through():

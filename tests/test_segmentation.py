@@ -30,6 +30,23 @@ def surprisals(*lengths: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return values * mask, mask
 
 
+def check_summary_rows(result: Segmentation, row: int, rows: int, config: SegmentationConfig) -> None:
+    """Rows are dense from 0, no more than allowed, runs of neighbouring spans, and each stands for some tokens."""
+    real = result.span_length[row] > 0
+    numbers = result.span_row[row][real]
+    count = int(result.summary_rows[row])
+    assert count == len(numbers.unique())
+    assert count <= config.summary_rows(rows, int(real.sum()))
+    if len(numbers):
+        assert int(numbers[0]) == 0 and set(numbers.diff().tolist()) <= {0, 1}
+    if not config.merges:
+        assert count == int(real.sum())
+    assert not result.span_row[row][~real].any()
+    assert result.merged == config.merges
+    cost = torch.where(real, result.span_length[row] - int(not config.merges), -1)
+    assert torch.equal(result.zoom_cost[row], cost)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     n=st.integers(1, 400),
@@ -38,11 +55,14 @@ def surprisals(*lengths: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     max_span=st.integers(11, 40),
     method=st.sampled_from(["surprisal", "fixed"]),
     anchors=st.booleans(),
+    summary_share=st.sampled_from([0.02, 0.1, 0.5, 1.0]),
     seed=st.integers(0, 5),
 )
-def test_partition_is_exact(n, share, min_span, max_span, method, anchors, seed):
+def test_partition_is_exact(n, share, min_span, max_span, method, anchors, summary_share, seed):
     values, mask = surprisals(n, max(1, n - 3), seed=seed)
-    config = SegmentationConfig(min_span=min_span, max_span=max_span, method=method, anchors=anchors)
+    config = SegmentationConfig(
+        min_span=min_span, max_span=max_span, method=method, anchors=anchors, summary_share=summary_share
+    )
     rows = (mask.sum(1) * share).long().clamp_min(1)
     breaks = torch.rand(values.shape, generator=torch.Generator().manual_seed(seed)) < 0.1
     result = segment(values, mask, rows, config, breaks)
@@ -51,6 +71,7 @@ def test_partition_is_exact(n, share, min_span, max_span, method, anchors, seed)
         lengths = result.span_length[row][result.span_length[row] > 0]
         if len(lengths):
             assert int(lengths.min()) >= min_span and int(lengths.max()) <= max_span
+        check_summary_rows(result, row, int(rows[row]), config)
 
 
 def test_anchors_follow_the_rule_when_the_budget_allows():
@@ -78,8 +99,12 @@ def test_persistent_rows_keep_to_their_share(share):
     config = SegmentationConfig()
     rows = torch.tensor([int(4000 * share)])
     result = segment(values, mask, rows, config)
-    floor = config.sinks + config.tail + -(-(4000 - 36) // config.max_span)
+    floor = config.sinks + config.tail + config.summary_rows(int(rows), 4000)
     assert int(result.persistent_rows) <= max(config.persistent_share * int(rows), floor)
+    own = SegmentationConfig(summary_share=1.0)
+    result = segment(values, mask, rows, own)
+    floor = own.sinks + own.tail + -(-(4000 - 36) // own.max_span)
+    assert int(result.persistent_rows) <= max(own.persistent_share * int(rows), floor)
 
 
 def test_more_budget_gives_more_anchors():
@@ -112,14 +137,33 @@ def test_splits_prefer_line_breaks():
 
 
 @pytest.mark.parametrize("n", [40, 130, 500, 1000, 4096])
-def test_the_smallest_budget_holds_one_zoom(n):
+@pytest.mark.parametrize("summary_share", [0.1, 0.5, 0.99, 1.0])
+def test_the_smallest_budget_holds_one_zoom_and_a_smaller_one_none(n, summary_share):
     values, mask = surprisals(n)
-    config = SegmentationConfig()
+    config = SegmentationConfig(summary_share=summary_share)
     least = config.minimum_rows(n)
     result = segment(values, mask, torch.tensor([least]), config)
     if least < n:
-        assert int(result.persistent_rows) + int(result.span_length.max()) - 1 <= least
+        assert int(result.persistent_rows) + int(result.zoom_cost.max()) <= least
     assert least < 4 * n**0.5 + 36
+    # No length of spans leaves room for a span with one row less.
+    for max_span in range(2 * config.min_span - 1, config.max_span + 1):
+        pieces = -(-(n - 36) // max_span)
+        longest = -(-(n - 36) // pieces)
+        summaries = config.summary_rows(least - 1, pieces)
+        assert 36 + summaries + longest - (0 if config.merges else 1) > min(least, n) - 1
+
+
+@pytest.mark.parametrize("n", [300, 2000])
+def test_with_shared_rows_short_spans_cost_nothing(n):
+    own, shared = (SegmentationConfig(summary_share=share) for share in (1.0, 0.1))
+    assert shared.minimum_rows(n) < own.minimum_rows(n)
+    values, mask = surprisals(n)
+    rows = torch.tensor([int(0.25 * n)])
+    assert int((segment(values, mask, rows, shared).span_length > 0).sum()) >= int(
+        segment(values, mask, rows, shared).summary_rows
+    )
+    assert int(segment(values, mask, rows, shared).summary_rows) <= 0.1 * int(rows)
 
 
 def test_context_within_budget_is_exact():
@@ -136,6 +180,7 @@ def test_batch_equals_single_rows():
     real = both.span_length[1] > 0
     assert torch.equal(both.span_start[1][real] - 69, alone.span_start[0])
     assert torch.equal(both.span_length[1][real], alone.span_length[0])
+    assert torch.equal(both.span_row[1][real], alone.span_row[0])
     assert torch.equal(both.exact_index[1][both.exact_mask[1]] - 69, alone.exact_index[0])
 
 
@@ -144,5 +189,7 @@ def test_bad_settings_are_refused():
         SegmentationConfig(method="words")
     with pytest.raises(PolicyError, match="min_span=9, max_span=8"):
         SegmentationConfig(min_span=9, max_span=8)
+    with pytest.raises(PolicyError, match=r"summary_share must be in \(0, 1\], got 1.5"):
+        SegmentationConfig(summary_share=1.5)
     with pytest.raises(PolicyError, match=r"persistent_share must be in \(0, 1\]"):
         SegmentationConfig(persistent_share=0.0)

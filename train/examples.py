@@ -25,8 +25,8 @@ from train.recall import take_queries
 class RouterExample:
     """What the routers of all layers can learn from one document.
 
-    Dimensions: L layers, H query heads, K KV heads, M mined queries, S spans, T span tokens, d head dimension. Layers lie
-    side by side on the head axis, because a document's spans are the same in all of them.
+    Dimensions: L layers, H query heads, K KV heads, M mined queries, S spans, T span tokens, d head dimension. Layers
+    lie side by side on the head axis, because a document's spans are the same in all of them.
 
     Attributes:
         query: the teacher's rotated queries [1, L * H, M, d].

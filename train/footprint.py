@@ -92,13 +92,18 @@ def expected_cut(config: SeKVConfig, budget: Budget, context: int) -> Cut:
     if context <= rows or context <= protected:
         return Cut(context, 1, 1, 1)
     pieces = -(-(context - protected) // cutting.max_span)
-    spare = max(0, int(cutting.persistent_share * rows) - protected - pieces)
+    spare = max(0, int(cutting.persistent_share * rows) - protected - cutting.summary_rows(rows, pieces))
     if cutting.method == "fixed":
         spare = 0
+    if cutting.merges:  # more spans cost nothing; anchors that lie close together make what is between them exact
+        density = 6 / (context - protected)  # exact tokens per pair of anchors
+        own = 1.0 if cutting.anchors else 0.0  # rows of an anchor itself
+        opened = min(context // 6, ((own**2 + 4 * density * spare) ** 0.5 - own) / (2 * density))
+        exact = protected + min(spare, int(own * opened + density * opened**2))
+        return Cut(exact, pieces + int(opened / 2), cutting.max_span, context - exact)
     anchors = 2 * spare // 3 if cutting.anchors else 0
-    spans = pieces + spare - anchors
     exact = protected + anchors
-    return Cut(exact, spans, cutting.max_span, context - exact)
+    return Cut(exact, pieces + spare - anchors, cutting.max_span, context - exact)
 
 
 def step_parts(backbone: Backbone, adapter: SeKVAdapter, size: StepSize) -> list[Part]:
@@ -121,7 +126,7 @@ def step_parts(backbone: Backbone, adapter: SeKVAdapter, size: StepSize) -> list
         Part("the document's keys, values and window queries", layers * layer.document(), both),
         Part("activations of one layer over the document", layer.reading(), reading),
         Part("surprisal, a chunk of logits", layer.surprisal(), reading),
-        Part("memory: summaries, exact and raw rows", layers * layer.rows() + layer.rotation(), training),
+        Part("memory: summaries, exact and raw rows, index", layers * layer.rows() + layer.rotation(), training),
         Part("memory: bases and gates", layers * layer.bases(), training),
         Part("student: rows rebuilt from bases", kept * layer.rebuilt(), training),
         Part("student: attention of the window over the rows", kept * layer.attention(), training),
@@ -191,10 +196,17 @@ class _Layer:
         return chunk * (2 if self.size.element_bytes == _F32 else 3)
 
     def rows(self) -> int:
-        """Exact rows, summaries, and the spans' raw rows padded to the longest span; the norms of routing."""
+        """Exact rows, summaries, and the spans' raw rows padded to the longest span; the index of routing."""
         cut, shape = self.cut, self.backbone.geometry
         key_value = 2 * self._per_kv_head(cut.exact + cut.spans + cut.spans * cut.longest) * shape.head_dim
-        return key_value * self.size.element_bytes + self.size.batch * shape.num_heads * cut.spans * _F32
+        return key_value * self.size.element_bytes + self.index()
+
+    def index(self) -> int:
+        """Float32 keys of the spans' tokens and their projections; or, with an index of summaries, the norms."""
+        shape = self.backbone.geometry
+        if self.config.index == "tokens":
+            return self._per_kv_head(self.cut.span_tokens) * (shape.head_dim + self.config.routing_dim) * _F32
+        return self.size.batch * shape.num_heads * self.cut.spans * _F32
 
     def bases(self) -> int:
         """U, sigma and V^T of keys and values in float32, and their gates with the gate's hidden layer."""
@@ -222,6 +234,10 @@ class _Layer:
         scores = 3 * rows * shape.num_heads
         gates = cut.span_tokens * (shape.num_kv_heads if self.config.share_group else shape.num_heads)
         routing = 6 * cut.spans * shape.num_heads
+        if self.config.index == "tokens":  # exponentials of the estimates, and logits of what is known exactly
+            routing += (rows - cut.spans) * shape.num_heads
+        if self.config.summary_share < 1.0:  # logits and weights of the summaries before they are merged, and masses
+            routing += 3 * cut.spans * shape.num_heads
         total = size.batch * size.window * (scores + gates + routing) * _F32
         if size.element_bytes != _F32:  # keys and values in float32, for the products
             total += 2 * self._per_kv_head(rows) * shape.head_dim * _F32

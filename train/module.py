@@ -244,8 +244,10 @@ class SeKVModule(LightningModule):
         documents = [(ids, self.query_window) for ids in sequences[: self.warm_start.documents]]
         rng = random.Random(self.seed)
         limit = backbone.geometry.max_positions
+        smallest = self._smallest_context(self.val_budget, limit)
         documents += [
-            retrieval_sequence(datamodule.tokenizer, ids, rng, limit) for ids in sequences[self.warm_start.documents :]
+            retrieval_sequence(datamodule.tokenizer, ids, rng, smallest, limit)
+            for ids in sequences[self.warm_start.documents :]
         ]
         started = time.monotonic()
         examples = []

@@ -92,7 +92,8 @@ def _code(rng: random.Random) -> str:
 
 
 def _hex(rng: random.Random) -> str:
-    return f"{rng.getrandbits(4 * rng.choice((4, 6, 8))):x}"
+    length = rng.choice((4, 5, 6))
+    return f"{rng.getrandbits(4 * length):0{length}x}"
 
 
 def _value(rng: random.Random) -> str:
@@ -231,7 +232,7 @@ FACTS: tuple[Callable[[random.Random], Fact], ...] = (
 
 
 def retrieval_sequence(
-    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], rng: random.Random, limit: int
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], rng: random.Random, smallest: int, limit: int
 ) -> tuple[list[int], int]:
     """A retrieval document made of a training sequence, shortened at random so that lengths vary.
 
@@ -239,12 +240,13 @@ def retrieval_sequence(
         tokenizer: the backbone's.
         ids: token ids of real text.
         rng: source of everything random.
+        smallest: tokens that are left of the sequence, at least, if it has them; facts come on top.
         limit: most tokens in all; the beginning of the text gives way.
 
     Returns:
         Token ids of context and window, and the tokens of the window.
     """
-    kept = list(ids)[: int(len(ids) * rng.uniform(0.4, 1.0))]
+    kept = list(ids)[: max(smallest, int(len(ids) * rng.uniform(0.4, 1.0)))]
     document = make_document(tokenizer, str(tokenizer.decode(kept)), rng)
     return [*document.context_ids, *document.window_ids][-limit:], len(document.window_ids)
 
@@ -263,7 +265,11 @@ def make_document(
     pieces = re.split(r"(?<=[.!?:])\s+|\n\n", text)
     one_kind = rng.choice(FACTS) if rng.random() < 0.5 else None  # many facts of one form are told apart by the name
     count = max(questions, len(text) // (4 * _FACTS_PER_TOKENS))
-    facts = [(one_kind or rng.choice(FACTS))(rng) for _ in range(count)]
+    by_question: dict[str, Fact] = {}  # two facts that answer one question would contradict each other
+    while len(by_question) < count:
+        fact = (one_kind or rng.choice(FACTS))(rng)
+        by_question.setdefault(fact.question, fact)
+    facts = list(by_question.values())
     for fact in facts:
         pieces.insert(rng.randrange(len(pieces) + 1), fact.text)
     asked = rng.sample(facts, questions)

@@ -7,7 +7,6 @@ training starts from there. *(ours; the paper trains end to end from random proj
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,14 +14,14 @@ import torch
 from einops import einsum
 from torch import Tensor
 
-from sekv.adapter import SeKVAdapter
+from sekv.adapter import SHARE_BIAS, SeKVAdapter
 from sekv.routing import group_max, group_sum, select_spans
 from train import losses
 from train.errors import ConfigError
 from train.examples import RouterExample
 from train.losses import LossConfig
 
-_STARTING_BIAS = {"tokens": math.log(10.0), "summary": -4.0}  # of the logits: few spans hold much of a head's attention
+_STARTING_BIAS = {"tokens": SHARE_BIAS, "summary": -4.0}  # of the logits: few spans hold much of a head's attention
 _SMALLEST_VARIANCE = 1e-4  # of a query direction, relative to the largest
 
 
@@ -73,7 +72,7 @@ def fit_routers(
     _start_from_statistics(adapter, examples)
     if config.steps:
         _minimise(adapter, examples, config, loss_config, on_step)
-    _set_thresholds(adapter, examples)
+    _set_thresholds(adapter, examples, config.queries)
 
 
 def _minimise(
@@ -85,8 +84,9 @@ def _minimise(
 ) -> None:
     by_tokens = adapter.config.index == "tokens"
     slow = [adapter.projection, *([adapter.key_projection] if by_tokens else [])]
-    # With shares the bias on alpha has no part in the loss: it says how alpha is read.
-    fast = [adapter.log_scale, adapter.offset] if by_tokens else [adapter.log_scale, adapter.length_raw, adapter.bias]
+    fast = [adapter.log_scale, adapter.offset if by_tokens else adapter.length_raw]
+    if loss_config.labels != "share":  # otherwise the bias has no part in the loss: it says how alpha is read
+        fast.append(adapter.bias)
     optimizer = torch.optim.Adam([{"params": slow, "lr": config.lr}, {"params": fast, "lr": 10 * config.lr}])
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps)
     generator = torch.Generator().manual_seed(0)
@@ -149,6 +149,8 @@ def _start_by_tokens(adapter: SeKVAdapter, examples: Sequence[RouterExample]) ->
     adapter.key_projection.copy_((keys * balance).view_as(adapter.key_projection))
     per_head = (queries / balance).repeat_interleave(n_layers * n_heads // groups, dim=0)
     adapter.projection.copy_(per_head.view_as(adapter.projection))
+    adapter.log_scale.zero_()
+    adapter.offset.zero_()
 
 
 def _start_by_summaries(adapter: SeKVAdapter, examples: Sequence[RouterExample]) -> None:
@@ -167,17 +169,23 @@ def _start_by_summaries(adapter: SeKVAdapter, examples: Sequence[RouterExample])
 
 
 @torch.no_grad()
-def _set_thresholds(adapter: SeKVAdapter, examples: Sequence[RouterExample]) -> None:
+def _set_thresholds(adapter: SeKVAdapter, examples: Sequence[RouterExample], queries: int) -> None:
     """Sets each layer's thresholds to the alpha at which a query's rows are usually used up: the lower quartile."""
-    n_layers = adapter.projection.shape[0]
-    marginal = []
-    for example in examples:
-        alpha = torch.sigmoid(example.logits(adapter)[1])
-        kv_heads = example.key.shape[1]
-        chosen = select_spans(group_sum(alpha, kv_heads), example.cost[:, None, None], example.zoom_rows[:, None, None])
-        strongest = torch.where(chosen, group_max(alpha, kv_heads), 1.0)
-        marginal.append(strongest.amin(dim=-1).reshape(n_layers, -1))
+    marginal = [
+        _marginal(adapter, example.at(some))
+        for example in examples
+        for some in torch.arange(example.query.shape[2], device=example.query.device).split(queries)
+    ]
     level = torch.cat(marginal, dim=1).quantile(0.25, dim=1, keepdim=True)  # [L, 1]
     if adapter.threshold_logit.shape[0] == 1:  # one global threshold
         level = level.mean(dim=0, keepdim=True)
     adapter.threshold_logit.copy_(torch.logit(level, eps=1e-4).expand_as(adapter.threshold_logit))
+
+
+def _marginal(adapter: SeKVAdapter, example: RouterExample) -> Tensor:
+    """The alpha by which the last span that fits is taken, per KV head and query [L, K * M]; 1 where none fits."""
+    alpha = torch.sigmoid(example.logits(adapter)[1])
+    kv_heads = example.key.shape[1]
+    chosen = select_spans(group_sum(alpha, kv_heads), example.cost[:, None, None], example.zoom_rows[:, None, None])
+    strongest = torch.where(chosen, group_max(alpha, kv_heads), 1.0)
+    return strongest.amin(dim=-1).reshape(len(adapter.layers), -1)

@@ -40,14 +40,17 @@ def smallest_context(budget: Budget, config: SegmentationConfig, limit: int) -> 
 def _always_held_from(budget: Budget, config: SegmentationConfig) -> int:
     """A length in tokens from which on a share holds every context, so that longer ones need no look.
 
-    A context of n tokens has at least share * n - 1 rows and needs at most E + (n - E) / m + m of them, where E counts
-    sinks and tail and m is `max_span`.
+    A context of n tokens has at least share * n - 1 rows and needs at most E + (n - E) / m + m + 1 of them, where E
+    counts sinks and tail and m is `max_span`. With a share s for summary rows it never needs more than
+    1 + (E + m) / (1 - s).
     """
-    margin = (budget.share or 0.0) - 1.0 / config.max_span
-    if margin <= 0.0:
-        return sys.maxsize
-    exact = config.sinks + config.tail
-    return math.ceil((exact - exact / config.max_span + config.max_span + 1) / margin)
+    exact, share = config.sinks + config.tail, budget.share or 0.0
+    margin, bounds = share - 1.0 / config.max_span, []
+    if margin > 0.0:
+        bounds.append((exact - exact / config.max_span + config.max_span + 2) / margin)
+    if share > 0.0 and config.merges:
+        bounds.append((2 + math.ceil((exact + config.max_span) / (1 - config.summary_share))) / share)
+    return math.ceil(min(bounds, default=sys.maxsize))
 
 
 def draw_cuts(lengths: Tensor, position: Tensor, window: int, smallest: int) -> Tensor:

@@ -1,11 +1,11 @@
 """Reading a memory whose spans lie on the host: fetch what a query chose, one softmax over all it may see.
 
 The context part of a layer's `ExactRows` is laid out as [exact rows | summary rows | slots]; the tail follows. Exact
-rows never change, summary rows follow the step's choice. The slots hold rebuilt rows of the spans that single-token steps
-chose, and stay filled from step to step, so that a step fetches only what it did not choose before.
+rows never change, summary rows follow the step's choice. The slots hold rebuilt rows of the spans that single-token
+steps chose, and stay filled from step to step, so that a step fetches only what it did not choose before.
 
-Dimensions: B batch, K KV heads, H = G * K query heads, Q queries, S spans, E exact rows, M summary rows, C slots, T tail
-tokens.
+Dimensions: B batch, K KV heads, H = G * K query heads, Q queries, S spans, E exact rows, M summary rows, C slots, T
+tail tokens.
 """
 
 from __future__ import annotations

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from einops import rearrange
@@ -191,7 +193,7 @@ class SpanStore(Store):
         return group_sum(alpha, kv_heads), group_max(margin, kv_heads)
 
     def _select(self, order: Tensor, margin: Tensor | None = None) -> Tensor:
-        """Spans to zoom into [B, K or H, Q, S], within the rows left; only those with a margin, if given, of 0 or more."""
+        """Spans to zoom into [B, K or H, Q, S], within the rows left; where margins are given, only from 0 on."""
         if not self.routing.zoom:
             return torch.zeros_like(order, dtype=torch.bool)
         eligible = None if margin is None else margin >= 0
@@ -330,18 +332,15 @@ class DifferentiableSpanStore(SpanStore):
 
     def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Attends to every row at every resolution, weighted by the decisions."""
-        log_share, logit = self._learned(query, scaling, tail_mask)
+        log_share, logit = self._kept(self._learned, query, scaling, tail_mask)
         order, margin = self._wish(torch.sigmoid(logit))
         hard = self._select(order.detach(), None if self.routing.fill else margin.detach())
         expand, soft = straight_through(hard, margin)
         self._count(hard)
 
         exact_rows = self._exact_rows(query.shape[2], tail_mask)
-        inputs = (query, expand, self.memory.key_gate, self.memory.value_gate, exact_rows, scaling)
-        if self.checkpoint and torch.is_grad_enabled():
-            output, exact, spans = recompute(self._attend_all, *inputs, use_reentrant=False, preserve_rng_state=False)
-        else:
-            output, exact, spans = self._attend_all(*inputs)
+        gates = (self.memory.key_gate, self.memory.value_gate)
+        output, exact, spans = self._kept(self._attend_all, query, expand, *gates, exact_rows, scaling)
         n_context = self.exact.n_context
         assert self.routing.router is not None
         self.trace = LayerTrace(
@@ -365,6 +364,12 @@ class DifferentiableSpanStore(SpanStore):
             scaling=scaling,
         )
         return output
+
+    def _kept(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        """The function's result; with `checkpoint` what its gradient needs is computed again in the backward pass."""
+        if self.checkpoint and torch.is_grad_enabled():
+            return recompute(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return function(*inputs)
 
     def _exact_rows(self, n_queries: int, tail_mask: Tensor | None) -> RowSet:
         """Exact context rows and the tail as one set."""
@@ -393,7 +398,7 @@ class DifferentiableSpanStore(SpanStore):
         return rearrange(x, "b (k g) q s -> b k g q s", k=self.exact.key.shape[1])
 
     def _count(self, zoomed: Tensor) -> None:
-        """Records rows attended: exact rows, summary rows that still stand for a token, zoomed rows [B, K or H, Q, S]."""
+        """Records rows attended: exact ones, summaries that still stand for a token, zoomed ones [B, K or H, Q, S]."""
         batch, heads, n_queries, _ = zoomed.shape
         kv_heads, segmentation = self.exact.key.shape[1], self.plan.segmentation
         length = self._length[:, None, None]

@@ -1,7 +1,7 @@
 """Summary rows at inference: what stands for the spans that a query does not zoom into.
 
-Neighbouring spans share a row: the mean of their summaries, weighted by tokens, without the spans that are zoomed into. So
-nothing is dropped and nothing counts twice, whatever the choice. With `summary_share=1` every span has its own row.
+Neighbouring spans share a row: the mean of their summaries, weighted by tokens, without the spans that are zoomed into.
+So nothing is dropped and nothing counts twice, whatever the choice. With `summary_share=1` every span has its own row.
 
 Dimensions: B batch, K KV heads, G query heads per KV head, Q queries, S spans, M summary rows, d head dimension.
 """

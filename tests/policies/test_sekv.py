@@ -41,13 +41,24 @@ def test_adapter_of_fewer_layers_is_refused(tiny_backbone, make_tiny_backbone):
         compress(state, SeKVPolicy(adapter=adapter), 0.5)
 
 
-def test_too_small_a_budget_says_the_smallest(tiny_backbone):
-    state = prefill(tiny_backbone, ids(1, 500))
-    with pytest.raises(BudgetError, match="needs at least 79 rows") as error:
-        compress(state, SeKVPolicy(routing="mean"), 0.1)
+@torch.no_grad()
+@pytest.mark.parametrize(("summary_share", "least"), [(0.1, 47), (1.0, 79)])
+def test_too_small_a_budget_says_the_smallest_and_that_one_zooms(tiny_backbone, summary_share, least):
+    state, policy = prefill(tiny_backbone, ids(1, 500)), SeKVPolicy(routing="mean", summary_share=summary_share)
+    with pytest.raises(BudgetError, match=f"needs at least {least} rows") as error:
+        compress(state, policy, least - 1)
     assert "sinks, tail" in str(error.value)
-    rows = [s.meter for s in compress(state, SeKVPolicy(routing="mean"), 79).stores]
-    assert len(rows) == 2
+    store = compress(state, policy, least).stores[0]
+    store.append(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16))
+    store.attend(torch.ones(1, 4, 1, 16), 0.25, None)
+    assert store.meter.wanted_rows > 0
+    assert store.meter.mean_rows <= least
+
+
+def test_per_head_masks_need_rows_of_their_own():
+    with pytest.raises(PolicyError, match="share_group=False needs summary_share=1"):
+        SeKVPolicy(routing="mean", share_group=False)
+    assert SeKVPolicy(routing="mean", share_group=False, summary_share=1.0).share_group is False
 
 
 def test_many_sinks_do_not_lift_the_budget(tiny_backbone):
@@ -85,9 +96,14 @@ def test_training_on_a_context_kept_whole_is_refused(tiny_backbone):
 
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("routing", ["mean", "oracle", "learned"])
-def test_padding_changes_nothing(tiny_backbone, side, routing):
-    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=16))
+@pytest.mark.parametrize(
+    ("routing", "index", "summary_share"),
+    [("mean", "tokens", 0.1), ("oracle", "tokens", 1.0), ("learned", "tokens", 0.1), ("learned", "summary", 1.0)],
+)
+def test_padding_changes_nothing(tiny_backbone, side, routing, index, summary_share):
+    config = SeKVConfig(routing_dim=8, max_span=16, index=index, summary_share=summary_share)
+    adapter = SeKVAdapter.create(tiny_backbone, config)
+    adapter.bias.add_(2.0)
     policy = SeKVPolicy(adapter=adapter, routing=routing, tail=8)
     long, short, question = ids(1, 200), ids(1, 141, seed=1), ids(1, 4, seed=2)
     pad = torch.zeros(1, 59, dtype=torch.long)

@@ -17,6 +17,7 @@ from sekv.corpus import builtin_english
 from sekv.policies.base import compress
 from sekv.policies.sekv import SeKVPolicy, training_cache
 from sekv.prefill import prefill
+from sekv.span_index import TokenIndex
 from sekv.stores.spans import OffloadedSpanStore
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -115,16 +116,23 @@ def loop_attention(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("routing", ["mean", "oracle", "learned"])
+@pytest.mark.parametrize(
+    ("routing", "index"), [("mean", "tokens"), ("oracle", "tokens"), ("learned", "tokens"), ("learned", "summary")]
+)
 @pytest.mark.parametrize("n_queries", [1, 5])
 @pytest.mark.parametrize("lengths", [(130,), (130, 97)])
 @pytest.mark.parametrize("summary_share", [0.1, 1.0])
-def test_equals_the_loop(tiny_backbone, routing, n_queries, lengths, summary_share):
+def test_equals_the_loop(tiny_backbone, routing, index, n_queries, lengths, summary_share):
     backbone = tiny_backbone
     context = ids(len(lengths), max(lengths))
     mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
     config = SeKVConfig(
-        routing_dim=8, max_span=16, summary_share=summary_share, persistent_share=0.5, basis_bits=0
+        index=index,
+        routing_dim=8,
+        max_span=16,
+        summary_share=summary_share,
+        persistent_share=0.5,
+        basis_bits=0,
     )
     adapter = SeKVAdapter.create(backbone, config)
     adapter.summary_bias.copy_(torch.randn(2, 4, generator=torch.Generator().manual_seed(2)))
@@ -164,10 +172,16 @@ def test_oracle_covers_the_most_mass(tiny_backbone):
 @torch.no_grad()
 @pytest.mark.parametrize("rope", ["pre", "post"])
 @pytest.mark.parametrize("gates", ["open", "mixed"])
-def test_training_and_inference_agree(tiny_backbone, rope, gates):
+@pytest.mark.parametrize(("index", "summary_share"), [("tokens", 0.1), ("summary", 1.0)])
+def test_training_and_inference_agree(tiny_backbone, monkeypatch, rope, gates, index, summary_share):
+    """But for what inference keeps in 8 bits."""
+    monkeypatch.setattr(TokenIndex, "quantised", lambda self: self)
     backbone = tiny_backbone
-    config = SeKVConfig(routing_dim=8, max_span=24, max_rank=6, rope=rope)
+    config = SeKVConfig(
+        routing_dim=8, max_span=24, max_rank=6, rope=rope, index=index, summary_share=summary_share, basis_bits=0
+    )
     adapter = SeKVAdapter.create(backbone, config)
+    adapter.bias.add_(1.0)
     if gates == "mixed":  # some components fall below the floor, so fewer spans are cheaper as raw rows
         adapter.gate.outer.bias.copy_(torch.linspace(4.0, -5.0, 6))
     context, question = ids(2, 260), ids(2, 9, seed=1)
@@ -181,13 +195,18 @@ def test_training_and_inference_agree(tiny_backbone, rope, gates):
         rows = cache.mean_rows
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-4, rtol=1e-4)
     assert rows < 0.4 * 260
+    assert all(0 < float(store.trace.expand.mean()) < 1 for store in cache.stores)
 
 
-def test_trace_masses_add_up_and_gradients_reach_everything(tiny_backbone):
+@pytest.mark.parametrize("index", ["tokens", "summary"])
+@pytest.mark.parametrize("summary_share", [0.1, 1.0])
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_trace_masses_add_up_and_gradients_reach_everything(tiny_backbone, index, summary_share, checkpoint):
     backbone = tiny_backbone
-    adapter = SeKVAdapter.create(backbone, SeKVConfig(routing_dim=8, max_span=24, max_rank=6))
+    config = SeKVConfig(routing_dim=8, max_span=24, max_rank=6, index=index, summary_share=summary_share)
+    adapter = SeKVAdapter.create(backbone, config)
     state = prefill(backbone, ids(2, 200))
-    cache = training_cache(state, adapter, 0.4)
+    cache = training_cache(state, adapter, 0.4, checkpoint=checkpoint)
     positions = 200 + torch.arange(6)[None].expand(2, 6)
     hidden = backbone.hidden_states(ids(2, 6, seed=1), position_ids=positions, cache=cache)
     for store in cache.stores:
@@ -223,7 +242,7 @@ def test_without_zoom_only_summaries_answer(tiny_backbone):
 @torch.no_grad()
 def test_host_bytes_never_exceed_raw_rows(tiny_backbone):
     state = prefill(tiny_backbone, ids(1, 1000))
-    store = compress(state, SeKVPolicy(routing="mean", max_span=64, max_rank=8), 0.3).stores[0]
+    store = compress(state, SeKVPolicy(routing="mean", max_span=64, max_rank=8, basis_bits=0), 0.3).stores[0]
     lengths = store.plan.segmentation.span_length[0]
     raw = int(lengths.sum()) * 2 * 2 * 16 * 4  # tokens, keys and values, KV heads, dimension, float32
     data = sum(t.numel() * t.element_size() for t in store.reader.bank.tensors() if t.is_floating_point())
@@ -234,9 +253,11 @@ def test_host_bytes_never_exceed_raw_rows(tiny_backbone):
 
 
 @torch.no_grad()
-def test_moved_bytes_are_the_bytes_of_the_zoomed_spans(tiny_backbone):
+@pytest.mark.parametrize("summary_share", [0.1, 1.0])
+def test_moved_bytes_are_the_bytes_of_the_zoomed_spans(tiny_backbone, summary_share):
     state = prefill(tiny_backbone, ids(1, 400))
-    store = compress(state, SeKVPolicy(routing="mean", max_span=20, max_rank=16), 0.3).stores[0]
+    policy = SeKVPolicy(routing="mean", max_span=20, max_rank=16, basis_bits=0, summary_share=summary_share)
+    store = compress(state, policy, 0.3).stores[0]
     zero = torch.zeros(1, 2, 1, 16)
     store.append(zero, zero)
     query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0))
@@ -244,8 +265,10 @@ def test_moved_bytes_are_the_bytes_of_the_zoomed_spans(tiny_backbone):
     tokens = int((zoomed * store.plan.segmentation.span_length[:, None, None]).sum())
     store.attend(query, 0.25, None)
     assert store.meter.moved_bytes == tokens * 2 * 16 * 4 > 0  # rank 16 never pays on 20 tokens: raw keys and values
-    extra = (zoomed * (store.plan.segmentation.span_length - 1)[:, None, None]).sum() / 2
-    assert store.meter.mean_rows == pytest.approx(float(store.plan.segmentation.persistent_rows) + float(extra))
+    cut = store.plan.segmentation
+    left = sum(len({int(cut.span_row[0, i]) for i in (~zoomed[0, k, 0]).nonzero()}) for k in range(2))
+    rows = int(cut.exact_mask.sum()) + (tokens + left) / 2
+    assert store.meter.mean_rows == pytest.approx(rows)
     assert store.meter.mean_rows <= 120
 
 
@@ -262,7 +285,7 @@ def test_rows_of_a_span_that_cannot_be_factored_stay_raw(tiny_backbone):
 
 @torch.no_grad()
 def test_per_head_masks_zoom_no_more_than_the_union(tiny_backbone):
-    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=16))
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=16, summary_share=1.0))
     state = prefill(tiny_backbone, ids(1, 300))
     query = torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0))
     shared, single = (
@@ -291,10 +314,10 @@ def test_the_identity_holds_on_the_real_model(smollm2, rope):
 
 @torch.no_grad()
 @pytest.mark.parametrize("routing", ["mean", "learned"])
-@pytest.mark.parametrize("share_group", [True, False])
-def test_rows_kept_from_earlier_steps_change_no_answer(tiny_backbone, routing, share_group):
-    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=24, max_rank=4))
-    policy = SeKVPolicy(adapter=adapter, routing=routing, fill=True, share_group=share_group, tail=8)
+@pytest.mark.parametrize(("share_group", "summary_share"), [(True, 0.1), (True, 1.0), (False, 1.0)])
+def test_rows_kept_from_earlier_steps_change_no_answer(tiny_backbone, routing, share_group, summary_share):
+    config = SeKVConfig(routing_dim=8, max_span=24, max_rank=4, share_group=share_group, summary_share=summary_share)
+    policy = SeKVPolicy(adapter=SeKVAdapter.create(tiny_backbone, config), routing=routing, fill=True, tail=8)
     mask = torch.ones(2, 300, dtype=torch.bool)
     mask[1, :80] = False
     memory = compress(prefill(tiny_backbone, ids(2, 300), mask), policy, 0.4).stores[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,14 +26,14 @@ ABLATIONS = [path for path in FILES if path.parent.name == "ablations"]
 
 
 PUBLISHED = {  # L, H, K, d, adapter parameters, most of the backbone (a share)
-    "llama-3.2-3b": (28, 24, 8, 128, 2_760_368, 0.001),
-    "llama-3-8b": (32, 32, 8, 128, 3_154_992, 0.0005),
-    "llama-3.1-8b": (32, 32, 8, 128, 3_154_992, 0.0005),
-    "mistral-7b-v0.2": (32, 32, 8, 128, 3_154_992, 0.0005),
-    "qwen2.5-14b": (48, 40, 8, 128, 5_911_088, 0.0005),
-    "qwen3-4b": (36, 32, 8, 128, 4_728_368, 0.0012),
-    "qwen3-8b": (36, 32, 8, 128, 3_548_720, 0.0005),
-    "smollm2-135m": (30, 9, 3, 64, 557_160, 0.005),
+    "llama-3.2-3b": (28, 24, 8, 128, 1_844_056, 0.0006),
+    "llama-3-8b": (32, 32, 8, 128, 2_632_248, 0.0005),
+    "llama-3.1-8b": (32, 32, 8, 128, 2_632_248, 0.0005),
+    "mistral-7b-v0.2": (32, 32, 8, 128, 2_632_248, 0.0005),
+    "qwen2.5-14b": (48, 40, 8, 128, 4_733_880, 0.0005),
+    "qwen3-4b": (36, 32, 8, 128, 2_960_568, 0.0008),
+    "qwen3-8b": (36, 32, 8, 128, 2_960_568, 0.0005),
+    "smollm2-135m": (30, 9, 3, 64, 373_630, 0.003),
 }
 
 
@@ -58,7 +59,7 @@ def test_a_configuration_instantiates(file, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "files",
-    [[], *([path] for path in FILES if path not in ABLATIONS)],
+    [[], *([BASE, path] if path in ABLATIONS else [path] for path in FILES)],
     ids=lambda files: "-".join(f.stem for f in files),
 )
 def test_documents_are_long_enough_for_every_budget(files, monkeypatch, tmp_path):
@@ -84,7 +85,9 @@ def test_a_backbone_of_the_papers_has_the_adapter_it_should(name, monkeypatch, t
     assert (shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim) == (layers, heads, kv_heads, dim)
     assert adapter.num_parameters == parameters
     assert adapter.parameter_share < most
-    assert adapter.projection.shape == (layers, heads, cli.model.adapter_config.routing_dim, dim)
+    rank = cli.model.adapter_config.routing_dim
+    assert adapter.projection.shape == (layers, heads, rank, dim)
+    assert adapter.key_projection.shape == (layers, kv_heads, rank, dim)
 
     recording = [RecordingLayer(64, window=16) for _ in range(layers)]
     cache = DynamicCache()
@@ -110,6 +113,32 @@ def test_every_ablation_of_the_paper_is_there():
     """Seven rows; unweighted and mean-pooled summaries are one switch here."""
     table = {"fixed-chunks", "no-anchors", "unweighted-summaries", "untrained-zoom", "no-reconstruction"}
     assert table | {"global-threshold"} <= {path.stem for path in ABLATIONS}
+
+
+def test_the_papers_setting_is_what_the_paper_says(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    module = load(BASE, CONFIGS / "ablations" / "paper.yaml").model
+    adapter, labels = module.adapter_config, module.loss_config
+    assert (adapter.index, adapter.routing_dim, adapter.max_span, adapter.basis_bits) == ("summary", 32, 64, 0)
+    assert (adapter.summary_share, adapter.summary_bias, adapter.persistent_share) == (1.0, 0.0, 0.5)
+    assert (labels.labels, labels.coverage, labels.positive) == ("cover", 0.9, 10.0)
+    assert module.warm_start.documents == module.warm_start.retrieval == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "labels"),
+    [
+        ("summary-index", {"index": "summary"}, "mass"),
+        ("own-summary-rows", {"summary_share": 1.0}, "share"),
+        ("per-head-masks", {"share_group": False, "summary_share": 1.0}, "share"),
+        ("cover-labels", {}, "cover"),
+    ],
+)
+def test_an_ablation_of_the_index_changes_that_alone(name, change, labels, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    base, module = (load(BASE, *more).model for more in ((), (CONFIGS / "ablations" / f"{name}.yaml",)))
+    assert module.adapter_config == replace(base.adapter_config, **change)
+    assert module.loss_config.labels == labels
 
 
 @pytest.mark.parametrize("file", ABLATIONS, ids=lambda path: path.stem)

@@ -54,7 +54,9 @@ def test_live_bytes_counts_a_storage_once_until_it_is_freed():
         (1024, 64, 0.2, 2, {"num_hidden_layers": 4}, {}, False),
         (1024, 64, 0.2, 1, {"num_hidden_layers": 6}, {}, True),
         (1024, 64, 0.2, 1, {"num_key_value_heads": 1, "head_dim": 32}, {"max_rank": 16}, False),
-        (1024, 64, 0.2, 1, {}, {"share_group": False, "rope": "post"}, False),
+        (1024, 64, 0.2, 1, {}, {"share_group": False, "summary_share": 1.0, "rope": "post"}, False),
+        (1024, 64, 0.2, 1, {}, {"index": "summary"}, False),
+        (1024, 64, 0.2, 1, {}, {"index": "summary", "summary_share": 1.0}, False),
     ],
 )
 def test_a_step_needs_what_is_predicted(
@@ -118,7 +120,28 @@ def test_a_documents_keys_values_and_queries_are_exact(make_tiny_backbone):
     assert parts["the document's keys, values and window queries"] == held
 
 
-@pytest.mark.parametrize("settings", [{}, {"anchors": False}, {"segmentation": "fixed"}, {"max_span": 16}])
+def test_the_index_counts_with_the_memory(make_tiny_backbone):
+    """Keys of the spans' tokens and their projections, in every layer; or one norm per head and span."""
+    backbone = make_tiny_backbone("llama", num_hidden_layers=3)
+    size = StepSize(2, 1000, 32, 32, Budget(share=0.2), 2)
+    adapters = [SeKVAdapter.create(backbone, SeKVConfig(routing_dim=8, index=i)) for i in ("tokens", "summary")]
+    name = "memory: summaries, exact and raw rows, index"
+    tokens, summary = (parts_by_name(backbone, adapter, size)[name] for adapter in adapters)
+    cut = expected_cut(adapters[0].config, size.budget, size.context)
+    assert tokens - summary == 3 * 2 * 4 * (2 * cut.span_tokens * (16 + 8) - 4 * cut.spans)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"anchors": False},
+        {"segmentation": "fixed"},
+        {"max_span": 16},
+        {"summary_share": 1.0},
+        {"summary_share": 1.0, "anchors": False},
+    ],
+)
 def test_a_context_is_cut_as_expected(tiny_backbone, settings):
     config = SeKVConfig(routing_dim=8, **settings)
     adapter = SeKVAdapter.create(tiny_backbone, config)

@@ -110,6 +110,32 @@ def test_zoom_loss_ignores_padded_spans_even_when_their_logits_are_not_finite():
     assert logit.grad.isfinite().all()
 
 
+def test_share_loss_is_the_divergence_of_spans_and_rest():
+    g = torch.Generator().manual_seed(0)
+    teacher = torch.randn(2, 3, 4, 6, generator=g).softmax(-1)  # five spans and the rest
+    student = (2 * torch.randn(2, 3, 4, 6, generator=g)).log_softmax(-1)
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[:, 5:] = False  # and two that are padding
+    padded = torch.nn.functional.pad(student[..., :5], (0, 2), value=-1e4).requires_grad_()
+    mass = torch.nn.functional.pad(teacher[..., :5], (0, 2))
+    value = losses.zoom_shares(padded, mass, mask)
+    expected = torch.nn.functional.kl_div(student, teacher, reduction="none").sum(-1).mean(dim=(1, 2))
+    torch.testing.assert_close(value, expected, atol=1e-5, rtol=1e-4)
+    value.sum().backward()
+    assert padded.grad.isfinite().all() and not padded.grad[..., 5:].any()
+    torch.testing.assert_close(losses.zoom_shares(mass.log(), mass, mask), torch.zeros(2), atol=1e-6, rtol=0)
+
+
+def test_share_loss_survives_certainty_and_documents_without_spans():
+    mask = torch.tensor([[True, True], [False, False]])
+    share = torch.tensor([[[[0.0, -1e4]]], [[[-1e4, -1e4]]]], requires_grad=True)  # all on one span; no span
+    mass = torch.tensor([[[[0.0, 0.5]]], [[[0.0, 0.0]]]])
+    value = losses.zoom_shares(share, mass, mask)
+    value.sum().backward()
+    assert value.isfinite().all() and value[0] > 1 and value[1] == 0
+    assert share.grad.isfinite().all()
+
+
 def test_zoom_loss_is_stable_for_extreme_logits():
     logit = torch.tensor([[[[-1e4, 1e4]]]])
     wrong = torch.tensor([[[[True, False]]]])
@@ -195,13 +221,15 @@ def test_total_is_the_weighted_sum():
 
 def test_zoom_targets():
     mass = torch.tensor([[0.02, 0.3, 0.05, 0.0]])
-    torch.testing.assert_close(losses.zoom_targets(mass, LossConfig()), torch.tensor([[0.2, 1.0, 0.5, 0.0]]))
+    torch.testing.assert_close(
+        losses.zoom_targets(mass, LossConfig(labels="mass")), torch.tensor([[0.2, 1.0, 0.5, 0.0]])
+    )
     cover = losses.zoom_targets(mass, LossConfig(labels="cover", coverage=0.9))
     assert cover.tolist() == [[0.0, 1.0, 1.0, 0.0]]
 
 
 def test_unknown_labels_are_refused():
-    with pytest.raises(ConfigError, match="'labels' must be mass or cover, got soft"):
+    with pytest.raises(ConfigError, match="'labels' must be share, mass or cover, got soft"):
         LossConfig(labels="soft")
 
 

@@ -16,6 +16,7 @@ from sekv.errors import AdapterError, BudgetError, DataError
 from tests.train.conftest import ADAPTER
 from train import losses
 from train.errors import ConfigError, DivergenceError
+from train.losses import LossConfig
 from train.module import Draw, SeKVModule
 from train.warmstart import WarmStartConfig
 
@@ -146,9 +147,10 @@ def test_an_untrained_router_stays_as_it_is_made(make_module, make_data, make_tr
 
 
 def test_the_warm_start_reports_its_last_step_and_the_share_of_parameters(make_module, make_data, make_trainer, capsys):
-    module = make_module(warm_start=WarmStartConfig(documents=2, steps=3))
+    module = make_module(warm_start=WarmStartConfig(documents=1, retrieval=1, steps=3))
     make_trainer(max_steps=1).fit(module, datamodule=make_data())
     printed = capsys.readouterr().out
+    assert "warm start: read document 2/2" in printed
     assert "warm start: step 3/3, zoom loss" in printed
     assert "step 0/3" not in printed
     share = module.adapter.parameter_share
@@ -218,9 +220,9 @@ def test_cuts_and_budgets_vary_and_depend_on_the_seed(make_module, make_data, ma
 
 
 def test_documents_too_short_for_the_budget_are_refused_before_the_backbone_loads(make_module, make_data, make_trainer):
-    module = make_module(backbone="nowhere/at-all", budgets=(0.22,))
+    module = make_module(backbone="nowhere/at-all", budgets=(0.15,))
     with pytest.raises(
-        DataError, match=r"budget of 0\.22 needs documents of at least \d+ tokens.*data\.min_length is 260"
+        DataError, match=r"budget of 0\.15 needs documents of at least \d+ tokens.*data\.min_length is 260"
     ):
         make_trainer(max_steps=1).fit(module, datamodule=make_data())
 
@@ -233,6 +235,7 @@ def test_documents_too_short_for_the_budget_are_refused_before_the_backbone_load
         ({"val_budget": 0.0}, BudgetError, "model.val_budget holds 0.0"),
         ({"query_window": 0}, ConfigError, "model.query_window must be at least 1"),
         ({"warmup": 1.0}, ConfigError, "model.warmup is a share"),
+        ({"adapter": replace(ADAPTER, index="summary")}, ConfigError, "labels=share needs shares"),
         ({"lr": -1.0}, ConfigError, "model.lr must be a number above 0"),
         ({"lr": math.nan}, ConfigError, "model.lr must be a number above 0"),
         ({"weight_decay": -1.0}, ConfigError, "model.weight_decay must be 0 or more"),
@@ -255,11 +258,14 @@ def test_endless_training_is_refused(make_module, make_data, make_trainer):
         {"anchors": False},
         {"summary_weights": "uniform"},
         {"threshold": "global"},
-        {"share_group": False},
+        {"share_group": False, "summary_share": 1.0},
+        {"summary_share": 1.0},
+        {"index": "summary"},
         {"rope": "post"},
         {"zoom": False},
     ],
 )
 def test_every_ablation_trains(change, make_module, make_data, make_trainer):
     config = SeKVConfig(routing_dim=8, max_rank=4, gate_hidden=8, max_span=16, **change)
-    make_trainer(max_steps=1).fit(make_module(adapter=config), datamodule=make_data())
+    labels = LossConfig(labels="share" if config.index == "tokens" else "mass")
+    make_trainer(max_steps=1).fit(make_module(adapter=config, losses=labels), datamodule=make_data())

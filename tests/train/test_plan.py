@@ -37,15 +37,16 @@ def plan_of(config, *arguments, device_memory=80 * GIB, host_memory=10**12):
 
 def test_parameters_tokens_and_steps_are_those_of_the_configuration(config):
     plan = plan_of(config)
-    gate = (16 + 128) * 32 + 32 + 32 * 16 + 16
-    assert plan.trained_parameters == 32 * 32 * (32 * 128 + 4) + gate  # W, tau, scale, length, bias; the gate
+    gate = (24 + 128) * 32 + 32 + 32 * 24 + 24
+    # W, tau, scale, offset and two biases of 32 heads, projections of the keys of 8, in 32 layers; the gate.
+    assert plan.trained_parameters == 32 * (32 * (16 * 128 + 5) + 8 * 16 * 128) + gate
     (stage,) = plan.stages
     assert (plan.steps_of(stage), plan.tokens_per_step(stage)) == (3000, 8192 * 4 * 2)
     assert plan.dtype == torch.bfloat16
 
 
 def test_an_ablation_changes_the_count(config):
-    assert plan_of(config, "--model.train_router", "false").trained_parameters == 5168
+    assert plan_of(config, "--model.train_router", "false").trained_parameters == 5688
     whole, one = plan_of(config), plan_of(config, "--model.adapter.threshold", "global")
     assert whole.trained_parameters - one.trained_parameters == 32 * 32 - 1
 
@@ -55,7 +56,7 @@ def test_the_report_names_every_part(config, capsys):
     printed = " ".join(capsys.readouterr().out.split())
     for part in (
         "meta-llama/Llama-3.1-8B, 8,030,261,248 parameters",
-        "trainable parameters: 4,203,568, 0.0523% of the backbone",
+        "trainable parameters: 2,632,248, 0.0328% of the backbone",
         "196,608,000 tokens",
         "backbone weights 16.1 GB",
         "memory: bases and gates",

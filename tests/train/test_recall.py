@@ -19,6 +19,7 @@ def trace():
     alpha = torch.tensor([[0.1, 0.2, 0.9, 0.3], [0.8, 0.1, 0.1, 0.1]])
     filler = torch.zeros(1)
     return LayerTrace(
+        log_share=None,
         alpha_logit=filler,
         alpha=alpha[None, None].expand(1, 2, 2, 4),
         tau=torch.tensor([0.5, 0.7]),
@@ -36,6 +37,8 @@ def trace():
             exact_mask=filler,
             span_start=torch.tensor([[0, 3, 6, 9]]),
             span_length=torch.full((1, 4), 3),
+            span_row=torch.arange(4)[None],
+            merged=False,
         ),
         query=torch.tensor([1.0, 0.0]).expand(1, 2, 2, 2),
         summary_key=torch.tensor([[[[0.0, 0.0], [5.0, 0.0], [0.0, 5.0], [0.0, 0.0]]]]),
@@ -53,7 +56,7 @@ def test_each_router_is_credited_with_what_its_spans_hold(trace):
         "mean": 0.2,
         "oracle": 0.4,
     }
-    # Query 1 puts head 1's margin (0.1) on span 0 above head 0's on nothing.
+    # Query 1's heads want span 0 most, 1.6 in all.
     recall = router_recall(trace, mass, torch.tensor([[1]]))
     assert float(recall["learned"]) == pytest.approx(0.1)
 

@@ -41,16 +41,24 @@ def test_an_impossible_budget_is_refused():
 
 @pytest.mark.parametrize("budget", ["0.02", "0.032", "0.05", "0.1", "0.3", "0.9", "40", "120"])
 @pytest.mark.parametrize(
-    "config", [SegmentationConfig(), SegmentationConfig(max_span=16), SegmentationConfig(tail=200)]
+    "config",
+    [
+        SegmentationConfig(),
+        SegmentationConfig(max_span=16),
+        SegmentationConfig(tail=200),
+        SegmentationConfig(summary_share=0.9),
+        SegmentationConfig(summary_share=1.0),
+    ],
 )
 def test_the_smallest_context_is_that_of_a_look_at_every_length(budget, config):
     budget, limit = Budget.parse(budget), 4000
     short = [n for n in range(1, limit + 1) if budget.rows_for(n) < config.minimum_rows(n)]
-    if max(short) == limit:
+    longest = max(short, default=0)
+    if longest == limit:
         with pytest.raises(DataError, match=rf"cannot hold a context of {limit} tokens"):
             smallest_context(budget, config, limit)
     else:
-        assert smallest_context(budget, config, limit) == max(short) + 1
+        assert smallest_context(budget, config, limit) == longest + 1
 
 
 def test_the_smallest_context_is_looked_for_once(monkeypatch):
