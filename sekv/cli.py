@@ -179,6 +179,11 @@ def _add_evaluate(commands: Any) -> None:
     command.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
     command.add_argument("--restart", action="store_true", help=_RESTART_HELP)
     command.add_argument("--cache", type=Path, metavar="DIR", help="keep contexts once read here, as large as their KV")
+    command.add_argument(
+        "--diagnose",
+        action="store_true",
+        help="find out where sekv loses what it gets wrong (router, bases, summaries, rows); several answers for each",
+    )
     command.set_defaults(handler=_evaluate)
 
 
@@ -337,6 +342,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         query_aware=options.query_aware,
         baseline=options.baseline,
         cache=options.cache,
+        diagnose=options.diagnose,
     )
     session = Session(options.backbone, options.dtype, options.device, options.restart)
     session.run(evaluation, Console(), Console(stderr=True))

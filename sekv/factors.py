@@ -15,7 +15,8 @@ _POWER_ITERATIONS = 1
 def truncated_svd(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Truncated SVD of a batch of matrices by a randomised range finder.
 
-    Exact to rounding when `rank` + 8 reaches the smaller side, but for components below 3e-4 of the largest. Half precision is factored in float32.
+    Exact to rounding when `rank` + 8 reaches the smaller side, but for components below 3e-4 of the largest. Half
+    precision is factored in float32.
 
     Args:
         matrix: [..., m, d]; rows of zeros (padding) change nothing.

@@ -55,6 +55,7 @@ class Record:
         prefill_seconds: reading the context, once for all policies and budgets.
         nll: mean -log p of the continuation's tokens in nats, for `perplexity`.
         ppl_ratio: perplexity over that of the full cache, for `perplexity`.
+        diagnosis: where a failed answer was lost, one of `sekv.evaluation.diagnosis.CAUSES`; None when not asked for.
     """
 
     policy: str
@@ -81,6 +82,7 @@ class Record:
     prefill_seconds: float
     nll: float | None = None
     ppl_ratio: float | None = None
+    diagnosis: str | None = None
 
     @property
     def key(self) -> Key:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -10,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from sekv.evaluation.records import Difference, Result
+from sekv.evaluation.diagnosis import CAUSES
+from sekv.evaluation.records import Difference, Record, Result
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
@@ -59,6 +61,19 @@ def results_table(results: Sequence[Result], task: str) -> Table:
             f"{result.seconds:.2f}",
             end_section=i + 1 == len(chosen) or chosen[i + 1].budget != result.budget,
         )
+    return table
+
+
+def diagnosis_table(records: Iterable[Record]) -> Table:
+    """How many failed answers were lost where, by task, policy and budget."""
+    counts = Counter((r.task, r.policy, budget_label(r.budget), r.diagnosis) for r in records if r.diagnosis)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
+    table.title = Text("where answers were lost" if counts else "no failed answer to diagnose")
+    for name in ("task", "policy", "budget", "lost at", "because"):
+        table.add_column(name, overflow="fold")
+    table.add_column("n", justify="right", no_wrap=True)
+    for (task, policy, budget, cause), n in sorted(counts.items()):
+        table.add_row(task, Text(policy), budget, cause, CAUSES[str(cause)], str(n))
     return table
 
 

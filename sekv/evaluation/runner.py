@@ -20,6 +20,7 @@ from sekv.adapter import SeKVAdapter
 from sekv.backbone import Backbone
 from sekv.budget import Budget
 from sekv.errors import BudgetError, DataError, PolicyError
+from sekv.evaluation.diagnosis import can_diagnose, diagnose
 from sekv.evaluation.journal import Journal
 from sekv.evaluation.metrics import METRICS
 from sekv.evaluation.perplexity import continuation_surprisal
@@ -68,6 +69,7 @@ class Evaluation:
         query_aware: compress the question with the context.
         baseline: specification of the policy that the others are compared with, or None.
         cache: folder that keeps contexts once read, or None.
+        diagnose: find out where SeKV loses the answers that it gets wrong; several more answers for each.
     """
 
     policies: dict[str, Policy]
@@ -80,6 +82,7 @@ class Evaluation:
     query_aware: bool = False
     baseline: str | None = None
     cache: Path | None = None
+    diagnose: bool = False
 
     @classmethod
     def plan(
@@ -95,6 +98,7 @@ class Evaluation:
         query_aware: bool = False,
         baseline: str | None = None,
         cache: str | Path | None = None,
+        diagnose: bool = False,
     ) -> Evaluation:
         """Checks every part.
 
@@ -109,6 +113,7 @@ class Evaluation:
             query_aware: compress the question with the context.
             baseline: one of `policies`, for paired differences, or None.
             cache: folder that keeps contexts once read, for this run and later ones, or None.
+            diagnose: find out where SeKV loses the answers that it gets wrong.
 
         Raises:
             SeKVError: of the kind that names what is wrong.
@@ -130,7 +135,7 @@ class Evaluation:
         built = {spec: build_policy(spec, adapter=loaded) for spec in policies}
         kept = None if cache is None else Path(cache)
         seeds = tuple(dict.fromkeys(seeds))
-        return cls(built, sources, parsed, folder, loaded, limit, seeds, query_aware, baseline, kept)
+        return cls(built, sources, parsed, folder, loaded, limit, seeds, query_aware, baseline, kept, diagnose)
 
     def prepare(self, backbone: Backbone) -> list[Question]:
         """Fits the evaluation to a backbone: checks the adapter, makes the prompts, tries the budgets on their lengths.
@@ -236,7 +241,7 @@ class Evaluation:
             if twin is not None:
                 record = replace(journal.records[twin], budget=key.budget)
             else:
-                record = reading.record(key, policy)
+                record = reading.record(key, policy, self.diagnose)
             journal.add(record)
             if on_record is not None:
                 on_record(record)
@@ -272,7 +277,7 @@ class _Reading:
         self.context, self.prefill_seconds = context, prefill_seconds
         self._full_nll: float | None = None
 
-    def record(self, key: Key, policy: Policy) -> Record:
+    def record(self, key: Key, policy: Policy, explain: bool = False) -> Record:
         """Compresses the context by one policy and budget, and answers."""
         sample, budget = self.question.sample, Budget.parse(key.budget)
         if sample.metric == "perplexity":
@@ -280,10 +285,10 @@ class _Reading:
             ratio = math.exp(nll - self._reference())
             scores: dict[str, Any] = {"score": 100.0 / ratio, "nll": nll, "ppl_ratio": ratio}
         else:
-            found = ask(
-                self.context, policy, budget, self.question.prompt, sample.max_new_tokens, query_aware=self.query_aware
-            )
-            scores = {"score": METRICS[sample.metric](found.text, sample.answers, sample.classes)}
+            found, score = self._ask(policy, budget)
+            scores = {"score": score}
+            if explain and score < 100.0 and can_diagnose(policy):
+                scores["diagnosis"] = diagnose(policy, budget, self.context.n_tokens, self._score, score)
         return Record(
             policy=key.policy,
             task=key.task,
@@ -308,6 +313,17 @@ class _Reading:
             prefill_seconds=self.prefill_seconds,
             **scores,
         )
+
+    def _ask(self, policy: Policy, budget: Budget) -> tuple[Answer, float]:
+        """An answer and its score."""
+        sample = self.question.sample
+        found = ask(
+            self.context, policy, budget, self.question.prompt, sample.max_new_tokens, query_aware=self.query_aware
+        )
+        return found, METRICS[sample.metric](found.text, sample.answers, sample.classes)
+
+    def _score(self, policy: Policy, budget: Budget) -> float:
+        return self._ask(policy, budget)[1]
 
     def _surprisal(self, policy: Policy, budget: Budget) -> tuple[float, Answer]:
         start = time.perf_counter()

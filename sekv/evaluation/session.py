@@ -11,7 +11,7 @@ from rich.markup import escape
 from sekv.backbone import load_backbone
 from sekv.evaluation.plots import plot_scores
 from sekv.evaluation.records import PLOT, Result, paired_differences
-from sekv.evaluation.report import answer_progress, differences_table, results_table
+from sekv.evaluation.report import answer_progress, diagnosis_table, differences_table, results_table
 from sekv.evaluation.runner import Evaluation
 from sekv.evaluation.shards import Shard
 
@@ -70,6 +70,8 @@ class Session:
             output.print(results_table(results, task))
         if evaluation.baseline is not None:
             output.print(differences_table(paired_differences(list(journal.records.values()), evaluation.baseline)))
+        if evaluation.diagnose:
+            output.print(diagnosis_table(journal.records.values()))
         output.print(f"written to {escape(str(evaluation.output))}")
         return results
 

@@ -33,6 +33,7 @@ class SeKVPolicy(Policy):
         routing: `learned`, `mean` (untrained inner product) or `oracle` (the teacher's own mass; evaluation only).
         fill: zoom into spans below their threshold too while rows are left; always so for `mean` and `oracle`.
         keep_raw: keep raw rows of a span where factors are not smaller; False forces factors.
+        exact_spans: keep all spans raw, so that zooming gives their exact rows (to see what bases cost).
         alpha: anchors are tokens whose surprisal exceeds mean + alpha * standard deviation.
         min_span: shorter spans stay exact, in tokens.
         max_span: longer spans are split, in tokens.
@@ -56,6 +57,7 @@ class SeKVPolicy(Policy):
     routing: str = "learned"
     fill: bool = False
     keep_raw: bool = True
+    exact_spans: bool = False
     alpha: float | None = None
     min_span: int | None = None
     max_span: int | None = None
@@ -133,6 +135,8 @@ class SeKVPolicy(Policy):
             plan.turn,
             self._config.basis_bits or None,
         )
+        if self.exact_spans:
+            memory = replace(memory, raw_cost=0.0)
         router = None if self.adapter is None else self.adapter.router(layer)
         routing = Routing(
             mode=self.routing,
