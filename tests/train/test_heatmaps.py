@@ -30,8 +30,8 @@ def test_rates_equal_a_count_by_hand(traces):
         for row in range(2):
             spans = int(trace.span_mask[row].sum())
             for head in range(4):
-                alpha = trace.alpha[row, head, :, :spans]
-                count = sum(float(a) >= float(trace.tau[head]) for a in alpha.flatten())
+                alpha = trace.alpha[row, head, :, :spans].detach()
+                count = sum(float(a) >= float(trace.tau[head].detach()) for a in alpha.flatten())
                 assert float(rates[ASKED][row, layer, head]) == pytest.approx(count / alpha.numel())
             for group in range(2):
                 taken = trace.expand[row, group, :, :spans].detach()

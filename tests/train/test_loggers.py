@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 
 import pytest
 import yaml
@@ -80,18 +81,31 @@ def test_a_lost_record_makes_a_new_run(tmp_path, content):
     assert run_loggers(tmp_path, resuming=True)[1].id
 
 
+def messages(file):
+    """The messages of a .wandb file: LevelDB's log format behind a header of 7 bytes."""
+    block, content = 32768, file.read_bytes()
+    at, message = 7, b""
+    while at + 7 <= len(content):
+        if block - at % block < 7:  # no header fits into what is left of a block
+            at += block - at % block
+            continue
+        length, kind = struct.unpack("<HB", content[at + 4 : at + 7])
+        message += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield message
+            message = b""
+
+
 def records(folder):
-    """Steps logged and configuration of an offline run."""
+    """Steps logged, configuration, and pictures of an offline run."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
     (file,) = folder.glob("*.wandb")
-    store = DataStore()
-    store.open_for_scan(str(file))
     steps, config, images = [], {}, 0
-    while (data := store.scan_data()) is not None:
+    for message in messages(file):
         record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+        record.ParseFromString(message)
         for update in [*record.run.config.update, *record.config.update]:
             config[update.key or "/".join(update.nested_key)] = json.loads(update.value_json)
         values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
