@@ -36,6 +36,8 @@ class RunState(Callback):
         state, self._restored = self._restored, None
         if state is None:
             return
+        # The loggers' step. Lightning takes every checkpoint for one saved within a step, and so counts one too many.
+        trainer.fit_loop.epoch_loop._batches_that_stepped = trainer.global_step
         torch.set_rng_state(state["torch"].cpu())
         if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all([s.cpu() for s in state["cuda"]])
