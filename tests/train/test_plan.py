@@ -73,13 +73,13 @@ def test_the_report_names_every_part(config, capsys):
 
 def test_what_does_not_fit_is_named_with_its_remedy(config, capsys):
     arguments = ["--config", str(config), "--device-memory", "24GiB", "--host-memory", "8GB"]
-    assert main([*arguments, "--data.length", "200000", "--data.min_length", "3000", "--model.val_budget", "0.05"]) == 1
+    assert main([*arguments, "--data.length", "200000", "--data.min_length", "3000", "--model.val_budget", "0.01"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "sequences of 200,000 tokens, 1 at a time, need" in printed
     assert "on the device, which has 25.8 GB: set model.checkpoint_attention true" in printed
     assert "on the host, which has 8 GB" in printed
     assert "exceed the 131,072 positions of meta-llama/Llama-3.1-8B" in printed
-    assert "a budget of 0.05 needs documents of at least" in printed
+    assert "a budget of 0.01 needs documents of at least" in printed
     assert "Everything fits" not in printed
 
 

@@ -44,7 +44,6 @@ def test_a_fact_says_its_answer_and_nothing_of_a_benchmark(make):
     for _ in range(1000):
         fact = make(rng)
         assert fact.answer and fact.answer in fact.text
-        assert fact.answer not in fact.question
         for text in (fact.text, fact.question, fact.prefix, fact.answer):
             assert not re.search(r"magic|special|needle|\buuid\b|important", text, re.IGNORECASE)
             assert not re.search(r"(?<!\d)\d{7}(?!\d)", text), text
