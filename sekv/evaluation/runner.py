@@ -27,6 +27,8 @@ from sekv.evaluation.records import Key, Record, Result
 from sekv.evaluation.sample import Sample, Task
 from sekv.evaluation.shards import WHOLE, Shard
 from sekv.evaluation.tasks import parse_tasks
+from sekv.evaluation.trace import Trace
+from sekv.evaluation.zooms import ZoomRecorder
 from sekv.generation import Answer, ask, memory_ids, read_context
 from sekv.policies.base import FullPolicy, Policy, compress
 from sekv.policies.registry import build_policy
@@ -68,6 +70,7 @@ class Evaluation:
         query_aware: compress the question with the context.
         baseline: specification of the policy that the others are compared with, or None.
         cache: folder that keeps contexts once read, or None.
+        trace: samples of each task and seed, from the first, whose zooms are kept.
     """
 
     policies: dict[str, Policy]
@@ -80,6 +83,7 @@ class Evaluation:
     query_aware: bool = False
     baseline: str | None = None
     cache: Path | None = None
+    trace: int = 0
 
     @classmethod
     def plan(
@@ -95,6 +99,7 @@ class Evaluation:
         query_aware: bool = False,
         baseline: str | None = None,
         cache: str | Path | None = None,
+        trace: int = 0,
     ) -> Evaluation:
         """Checks every part.
 
@@ -109,6 +114,8 @@ class Evaluation:
             query_aware: compress the question with the context.
             baseline: one of `policies`, for paired differences, or None.
             cache: folder that keeps contexts once read, for this run and later ones, or None.
+            trace: samples of each task and seed, from the first, of which it is kept what policies that choose spans
+                zoomed into; answers that are there already get none.
 
         Raises:
             SeKVError: of the kind that names what is wrong.
@@ -119,6 +126,8 @@ class Evaluation:
             raise BudgetError("no budget given; give at least one, such as 0.1")
         if limit is not None and limit < 1:
             raise DataError(f"limit {limit} leaves no sample; give 1 or more")
+        if trace < 0:
+            raise DataError(f"trace {trace} is no number of samples; give 0 or more")
         if not seeds:
             raise DataError("no seed given; give at least one, such as 0")
         if baseline is not None and baseline not in policies:
@@ -130,7 +139,7 @@ class Evaluation:
         built = {spec: build_policy(spec, adapter=loaded) for spec in policies}
         kept = None if cache is None else Path(cache)
         seeds = tuple(dict.fromkeys(seeds))
-        return cls(built, sources, parsed, folder, loaded, limit, seeds, query_aware, baseline, kept)
+        return cls(built, sources, parsed, folder, loaded, limit, seeds, query_aware, baseline, kept, trace)
 
     def prepare(self, backbone: Backbone) -> list[Question]:
         """Fits the evaluation to a backbone: checks the adapter, makes the prompts, tries the budgets on their lengths.
@@ -233,11 +242,12 @@ class Evaluation:
             policy = self.policies[key.policy]
             same = (key._replace(budget=budget_number(budget)) for budget in self.budgets)
             twin = None if policy.uses_budget else next((k for k in same if k in journal.records), None)
+            trace = None
             if twin is not None:
                 record = replace(journal.records[twin], budget=key.budget)
             else:
-                record = reading.record(key, policy)
-            journal.add(record)
+                record, trace = reading.record(key, policy, traced=question.sample.index < self.trace)
+            journal.add(record, trace)
             if on_record is not None:
                 on_record(record)
 
@@ -272,19 +282,26 @@ class _Reading:
         self.context, self.prefill_seconds = context, prefill_seconds
         self._full_nll: float | None = None
 
-    def record(self, key: Key, policy: Policy) -> Record:
-        """Compresses the context by one policy and budget, and answers."""
+    def record(self, key: Key, policy: Policy, traced: bool = False) -> tuple[Record, Trace | None]:
+        """Compresses the context by one policy and budget, and answers; `traced` keeps the zooms, if there are any."""
         sample, budget = self.question.sample, Budget.parse(key.budget)
+        recorder = ZoomRecorder() if traced else None
         if sample.metric == "perplexity":
             nll, found = self._surprisal(policy, budget)
             ratio = math.exp(nll - self._reference())
             scores: dict[str, Any] = {"score": 100.0 / ratio, "nll": nll, "ppl_ratio": ratio}
         else:
             found = ask(
-                self.context, policy, budget, self.question.prompt, sample.max_new_tokens, query_aware=self.query_aware
+                self.context,
+                policy,
+                budget,
+                self.question.prompt,
+                sample.max_new_tokens,
+                query_aware=self.query_aware,
+                on_memory=None if recorder is None else recorder.start,
             )
             scores = {"score": METRICS[sample.metric](found.text, sample.answers, sample.classes)}
-        return Record(
+        record = Record(
             policy=key.policy,
             task=key.task,
             budget=key.budget,
@@ -308,6 +325,13 @@ class _Reading:
             prefill_seconds=self.prefill_seconds,
             **scores,
         )
+        if recorder is None:
+            return record, None
+        ids = memory_ids(self.question.prompt, self.query_aware)
+        question_ids = self.question.prompt.ids[len(ids) :]
+        tokenizer = self.context.backbone.tokenizer
+        assert tokenizer is not None  # it made the prompt
+        return record, recorder.trace(tokenizer, ids, question_ids, found.ids)
 
     def _surprisal(self, policy: Policy, budget: Budget) -> tuple[float, Answer]:
         start = time.perf_counter()
