@@ -92,7 +92,8 @@ on several devices or machines:
 
 _REPORT_EPILOG = """\
 examples:
-  sekv evaluate --policy 'full,nestedkv,sekv[routing=mean]' --tasks niah:2048 --budget 0.1,0.2 --trace 2 --output results
+  sekv evaluate --policy 'full,nestedkv,sekv[routing=mean]' --tasks niah:2048 --budget 0.1,0.2 --trace 2 \\
+      --output results
   sekv report results
 
 The page shows scores with their intervals, needle heatmaps, memory and time, failed samples and, for the samples that
@@ -212,7 +213,7 @@ def _add_report(commands: Any) -> None:
     command = commands.add_parser(
         "report",
         help="make one HTML page of an evaluation's results",
-        description="Write one page, which needs nothing else and no network, of what sekv evaluate or sweep left in DIR.",
+        description="Write one page of what sekv evaluate or sweep left in DIR; it needs no other file and no network.",
         epilog=_REPORT_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,7 @@
 """What single answers zoomed into, kept for the report: each query's choice of spans, by layer and head.
 
-An answer's trace is two files: NAME.safetensors holds ids, the partition and the choices, NAME.json the tokens as text and
-which answer it is. The JSON file is written last: a trace without it is none.
+An answer's trace is two files: NAME.safetensors holds ids, the partition and the choices, NAME.json the tokens as text
+and which answer it is. The JSON file is written last: a trace without it is none.
 """
 
 from __future__ import annotations

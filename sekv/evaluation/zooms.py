@@ -68,8 +68,8 @@ class ZoomRecorder:
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
     """The text that each token adds, one per id; special tokens by their names.
 
-    A tokenizer spells a token by its neighbours: a first space is dropped, a character may take several tokens. So each is
-    spelled behind the last complete one, and those that end within a character are left empty until it is complete.
+    A tokenizer spells a token by its neighbours: a first space is dropped, a character may take several tokens. So each
+    is spelled behind the last complete one, and those that end within a character are left empty until it is complete.
     """
     options: dict[str, Any] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     texts: list[str] = []

@@ -240,7 +240,7 @@ class Store(ABC):
         """
 
     def record_choices(self) -> list[Tensor] | None:
-        """Begins to keep which spans queries read, here and in forks made later; None from a store that never chooses."""
+        """Begins to keep which spans queries read, here and in later forks; None from a store that never chooses."""
         return None
 
     @abstractmethod
