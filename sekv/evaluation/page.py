@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from markupsafe import Markup
 
 from sekv import __version__
 from sekv.errors import DataError
-from sekv.evaluation.page_data import Answers, failures, needle_grids, result_rows
+from sekv.evaluation.page_data import Answers, Row, failures, needle_grids, result_rows
 from sekv.evaluation.page_traces import read_traces, viewer_data, zoom_rates
 from sekv.evaluation.records import replacing
 
@@ -89,7 +90,16 @@ def _environment() -> Environment:
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters["seconds"] = lambda x: f"{x:.3g} s"
+    environment.filters["groups"] = _groups
     return environment
+
+
+def _groups(rows: Sequence[Row], *names: str) -> list[list[Row]]:
+    """Rows that agree in some values together, groups and rows in the order in which they come."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(groups.values())
 
 
 def _text(name: str) -> str:

@@ -134,8 +134,8 @@ def needle_grids(records: Sequence[Record]) -> list[Row]:
     """Score by depth and length, one grid per kind of task, budget and policy.
 
     Returns:
-        Each with `family`, `budget`, `shown` (both in words), `policy`, `lengths` (columns), `rows` of a `depth` label and `cells`; a cell is
-        `score` and `n`, or None where there is no answer.
+        Each with `family`, `budget`, `shown` (both in words), `policy`, `lengths` (columns), and `rows` of a `depth` in
+        words and `cells`; a cell is `score` and `n`, or None where there is no answer.
     """
     placed: dict[tuple[str, float | int, str], list[tuple[int, Record]]] = {}
     for record in records:
@@ -179,7 +179,7 @@ def _depth_labels(depths: Sequence[float]) -> dict[float, str]:
     if len(different) <= _MOST_DEPTHS:
         return {depth: f"{depth:.3g}%" for depth in different}
     tenths = {depth: min(9, int(depth // 10)) for depth in different}
-    return {depth: f"{10 * tenth}–{10 * tenth + 10}%" for depth, tenth in tenths.items()}
+    return {depth: f"{10 * tenth} to {10 * tenth + 10}%" for depth, tenth in tenths.items()}
 
 
 def failures(answers: Answers, traced: dict[Key, int]) -> tuple[list[Row], int]:

@@ -1,4 +1,4 @@
-"""The zooms of single answers as the report page needs them: rates by layer and head, and the data of the span viewer."""
+"""The zooms of single answers as the report page needs them: rates by layer and head, and data of the span viewer."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def viewer_data(traces: Sequence[tuple[Key, Trace]], told: dict[Key, Row]) -> tu
 
     Returns:
         Each with its answer's values, `tokens` of the answer, `pieces` of the context in order and `zooms`. A piece is
-        [first token, tokens, text, number of the span or -1 where exact, 1 where it holds an expected answer]. `zooms` is
-        in base64: bits of spans, packed from the highest, by layer, head and new token.
+        [first token, tokens, text, number of the span or -1 where exact, 1 where it holds an expected answer]. `zooms`
+        is in base64: bits of spans, packed from the highest, by layer, head and new token.
     """
     shown: list[Row] = []
     used = 0

@@ -25,16 +25,18 @@ function ticks(top) {
  * series: [{ policy, points: [{ x, y, low, high }] }], x an index into `labels`. A policy that keeps everything is dashed.
  */
 function lineChart(title, labels, series, format, most, xLabel) {
-  const holder = make("div"), legend = make("ul", { class: "legend" });
+  const holder = make("div", { class: "plot" }), legend = make("ul", { class: "legend" });
   for (const { policy } of series) {
     const number = DATA.policies.indexOf(policy) % 7;
     const icon = draw("svg", { viewBox: "-7 -7 14 14", class: `c${number}`, "aria-hidden": "true" },
       draw("path", { d: MARKERS[number], fill: `var(--c${number})` }));
     legend.append(make("li", {}, icon, policy));
   }
-  const figure = make("figure", { "data-chart": title }, make("figcaption", {}, title), holder, legend, numbers(title, labels, series, format, xLabel));
+  const figure = make("figure", { "data-chart": title }, make("figcaption", {}, title), holder, legend,
+    numbers(title, labels, series, format, xLabel));
   const top = most ?? Math.max(0, ...series.flatMap((s) => s.points.map((p) => p.high ?? p.y)));
-  const render = () => holder.replaceChildren(plot(title, labels, series, format, ticks(top), xLabel, holder.clientWidth || 320));
+  const render = () =>
+    holder.replaceChildren(plot(title, labels, series, format, ticks(top), xLabel, holder.clientWidth || 320));
   new ResizeObserver(render).observe(holder);
   return figure;
 }
