@@ -222,6 +222,20 @@ class CompressedCache(Cache):
         ]
         return CompressedCache(layers, self.n_context)
 
+    def record_zooms(self) -> dict[int, list[Tensor]]:
+        """Begins to keep which spans every query zooms into, for this cache and its later forks; off until called.
+
+        Returns:
+            By number of the layer, a list that grows with every step: bool [B, K, Q, S], or [B, H, Q, S] where query
+            heads choose for themselves. Layers that never choose are missing.
+        """
+        recorded = {
+            number: layer.store.record_choices()
+            for number, layer in enumerate(self.layers)
+            if isinstance(layer, StoreLayer)
+        }
+        return {number: choices for number, choices in recorded.items() if choices is not None}
+
     @property
     def mean_rows(self) -> float:
         """Context rows attended per query, layer and KV head, averaged over everything decoded so far."""

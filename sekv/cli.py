@@ -1,4 +1,4 @@
-"""The `sekv` command: train | plan | export | evaluate | sweep | generate.
+"""The `sekv` command: train | plan | export | evaluate | sweep | report | generate.
 
 Nothing heavy is imported before a subcommand runs, so that `--help` and a mistyped flag answer at once.
 """
@@ -37,6 +37,7 @@ _TRAINING_PACKAGES = {
     "typeshed_client",
 }
 
+_TRACE_HELP = "keep what the first N samples of each task zoomed into, for sekv report (default: 0)"
 _RESTART_HELP = "throw away the answers that DIR holds, instead of going on with them"
 
 _MAIN_EPILOG = """\
@@ -83,11 +84,20 @@ the file, with its optional keys:
   limit: 20                     # samples of each task and seed
   baseline: nestedkv            # paired differences to it, in paired.json and paired.csv
   query_aware: false
-  backbone: smollm2-135m        # and adapter, dtype, device, cache, as for sekv evaluate
+  backbone: smollm2-135m        # and adapter, dtype, device, cache, trace, as for sekv evaluate
 
 on several devices or machines:
   torchrun --nproc-per-node 8 -m sekv sweep sweep.yaml
   srun --ntasks 32 sekv sweep sweep.yaml"""
+
+_REPORT_EPILOG = """\
+examples:
+  sekv evaluate --policy 'full,nestedkv,sekv[routing=mean]' --tasks niah:2048 --budget 0.1,0.2 --trace 2 \\
+      --output results
+  sekv report results
+
+The page shows scores with their intervals, needle heatmaps, memory and time, failed samples and, for the samples that
+--trace kept, which spans of the context each new token zoomed into. It works on an unfinished folder too."""
 
 _GENERATE_EPILOG = """\
 examples:
@@ -138,6 +148,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_evaluate(commands)
     _add_sweep(commands)
+    _add_report(commands)
     _add_generate(commands)
     return parser
 
@@ -184,6 +195,7 @@ def _add_evaluate(commands: Any) -> None:
         action="store_true",
         help="find out where sekv loses what it gets wrong (router, bases, summaries, rows); several answers for each",
     )
+    command.add_argument("--trace", type=int, default=0, metavar="N", help=_TRACE_HELP)
     command.set_defaults(handler=_evaluate)
 
 
@@ -200,6 +212,19 @@ def _add_sweep(commands: Any) -> None:
     command.add_argument("--output", type=Path, metavar="DIR", help="folder for results, instead of the file's")
     command.add_argument("--restart", action="store_true", help=_RESTART_HELP)
     command.set_defaults(handler=_sweep)
+
+
+def _add_report(commands: Any) -> None:
+    command = commands.add_parser(
+        "report",
+        help="make one HTML page of an evaluation's results",
+        description="Write one page of what sekv evaluate or sweep left in DIR; it needs no other file and no network.",
+        epilog=_REPORT_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("directory", type=Path, metavar="DIR", help="folder of the results")
+    command.add_argument("--output", type=Path, metavar="F", help="the page (default: DIR/report.html)")
+    command.set_defaults(handler=_report)
 
 
 def _add_generate(commands: Any) -> None:
@@ -343,6 +368,7 @@ def _evaluate(options: argparse.Namespace) -> int:
         baseline=options.baseline,
         cache=options.cache,
         diagnose=options.diagnose,
+        trace=options.trace,
     )
     session = Session(options.backbone, options.dtype, options.device, options.restart)
     session.run(evaluation, Console(), Console(stderr=True))
@@ -356,6 +382,13 @@ def _sweep(options: argparse.Namespace) -> int:
 
     sweep = Sweep.read(options.config)
     sweep.session(options.restart).run(sweep.plan(options.output), Console(), Console(stderr=True))
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    from sekv.evaluation.page import write_page
+
+    print(f"written to {write_page(options.directory, options.output)}")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 run.json             what all answers of the folder have in common; another run is refused
 samples.jsonl        one line per answer; samples-RANK.jsonl while several processes share the work
+traces/              what the first samples zoomed into, when asked for
 results.json, .csv   written when every answer is there
 paired.json, .csv    differences to the baseline, when one is named
 """
@@ -22,6 +23,7 @@ from filelock import FileLock, Timeout
 from sekv.errors import DataError
 from sekv.evaluation.records import Difference, Key, Record, Result, paired_differences, replacing, summarise
 from sekv.evaluation.shards import WHOLE, Shard
+from sekv.evaluation.trace import TRACES, Trace
 
 RUN, SAMPLES, RESULTS, PAIRED = "run.json", "samples.jsonl", "results.json", "paired.json"
 _SHARD_FILES = "samples-*.jsonl"
@@ -66,10 +68,12 @@ class Journal:
         name = SAMPLES if self.shard.world == 1 else f"samples-{self.shard.rank:05d}.jsonl"
         return self.directory / name
 
-    def add(self, record: Record) -> None:
-        """Writes one answer, at once safe from the end of this process."""
+    def add(self, record: Record, trace: Trace | None = None) -> None:
+        """Writes one answer, at once safe from the end of this process, and before it what it zoomed into."""
         if self._file is None:
             self._file = self._open()
+        if trace is not None:
+            trace.save(self.directory / TRACES, record.key)
         self._file.write(json.dumps(asdict(record), ensure_ascii=False) + "\n")
         self._file.flush()
         self.records[record.key] = record
@@ -113,7 +117,8 @@ class Journal:
             raise DataError(f"another process writes to {self.path}; wait for it, or give another --output") from None
         if self._discard:  # not earlier: a run that never answers leaves the old results
             old = [RUN, SAMPLES, RESULTS, "results.csv", PAIRED, "paired.csv"]
-            for path in (*(self.directory / name for name in old), *self.directory.glob(_SHARD_FILES)):
+            traces = (self.directory / TRACES).glob("*")
+            for path in (*(self.directory / name for name in old), *self.directory.glob(_SHARD_FILES), *traces):
                 path.unlink(missing_ok=True)
         if not (self.directory / RUN).exists():
             with replacing(self.directory / RUN) as temporary:

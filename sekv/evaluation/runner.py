@@ -19,6 +19,7 @@ from sekv import __version__
 from sekv.adapter import SeKVAdapter
 from sekv.backbone import Backbone
 from sekv.budget import Budget
+from sekv.cache import CompressedCache
 from sekv.errors import BudgetError, DataError, PolicyError
 from sekv.evaluation.diagnosis import can_diagnose, diagnose
 from sekv.evaluation.journal import Journal
@@ -28,6 +29,8 @@ from sekv.evaluation.records import Key, Record, Result
 from sekv.evaluation.sample import Sample, Task
 from sekv.evaluation.shards import WHOLE, Shard
 from sekv.evaluation.tasks import parse_tasks
+from sekv.evaluation.trace import Trace
+from sekv.evaluation.zooms import ZoomRecorder
 from sekv.generation import Answer, ask, memory_ids, read_context
 from sekv.policies.base import FullPolicy, Policy, compress
 from sekv.policies.registry import build_policy
@@ -36,6 +39,7 @@ from sekv.prefill_cache import PrefillCache
 from sekv.prompt import Prompt, split_prompt
 
 OnRecord = Callable[[Record], None]
+OnMemory = Callable[[CompressedCache], None]
 
 
 class Question(NamedTuple):
@@ -70,6 +74,7 @@ class Evaluation:
         baseline: specification of the policy that the others are compared with, or None.
         cache: folder that keeps contexts once read, or None.
         diagnose: find out where SeKV loses the answers that it gets wrong; several more answers for each.
+        trace: samples of each task and seed, from the first, whose zooms are kept.
     """
 
     policies: dict[str, Policy]
@@ -83,6 +88,7 @@ class Evaluation:
     baseline: str | None = None
     cache: Path | None = None
     diagnose: bool = False
+    trace: int = 0
 
     @classmethod
     def plan(
@@ -99,6 +105,7 @@ class Evaluation:
         baseline: str | None = None,
         cache: str | Path | None = None,
         diagnose: bool = False,
+        trace: int = 0,
     ) -> Evaluation:
         """Checks every part.
 
@@ -114,6 +121,8 @@ class Evaluation:
             baseline: one of `policies`, for paired differences, or None.
             cache: folder that keeps contexts once read, for this run and later ones, or None.
             diagnose: find out where SeKV loses the answers that it gets wrong.
+            trace: samples of each task and seed, from the first, of which it is kept what policies that choose spans
+                zoomed into; answers that are there already get none.
 
         Raises:
             SeKVError: of the kind that names what is wrong.
@@ -124,6 +133,8 @@ class Evaluation:
             raise BudgetError("no budget given; give at least one, such as 0.1")
         if limit is not None and limit < 1:
             raise DataError(f"limit {limit} leaves no sample; give 1 or more")
+        if trace < 0:
+            raise DataError(f"trace {trace} is no number of samples; give 0 or more")
         if not seeds:
             raise DataError("no seed given; give at least one, such as 0")
         if baseline is not None and baseline not in policies:
@@ -135,7 +146,7 @@ class Evaluation:
         built = {spec: build_policy(spec, adapter=loaded) for spec in policies}
         kept = None if cache is None else Path(cache)
         seeds = tuple(dict.fromkeys(seeds))
-        return cls(built, sources, parsed, folder, loaded, limit, seeds, query_aware, baseline, kept, diagnose)
+        return cls(built, sources, parsed, folder, loaded, limit, seeds, query_aware, baseline, kept, diagnose, trace)
 
     def prepare(self, backbone: Backbone) -> list[Question]:
         """Fits the evaluation to a backbone: checks the adapter, makes the prompts, tries the budgets on their lengths.
@@ -238,11 +249,13 @@ class Evaluation:
             policy = self.policies[key.policy]
             same = (key._replace(budget=budget_number(budget)) for budget in self.budgets)
             twin = None if policy.uses_budget else next((k for k in same if k in journal.records), None)
+            trace = None
             if twin is not None:
                 record = replace(journal.records[twin], budget=key.budget)
             else:
-                record = reading.record(key, policy, self.diagnose)
-            journal.add(record)
+                traced = question.sample.index < self.trace
+                record, trace = reading.record(key, policy, self.diagnose, traced)
+            journal.add(record, trace)
             if on_record is not None:
                 on_record(record)
 
@@ -277,19 +290,22 @@ class _Reading:
         self.context, self.prefill_seconds = context, prefill_seconds
         self._full_nll: float | None = None
 
-    def record(self, key: Key, policy: Policy, explain: bool = False) -> Record:
-        """Compresses the context by one policy and budget, and answers."""
+    def record(
+        self, key: Key, policy: Policy, explain: bool = False, traced: bool = False
+    ) -> tuple[Record, Trace | None]:
+        """Compresses the context by one policy and budget, and answers; `traced` keeps the zooms, if there are any."""
         sample, budget = self.question.sample, Budget.parse(key.budget)
+        recorder = ZoomRecorder() if traced else None
         if sample.metric == "perplexity":
             nll, found = self._surprisal(policy, budget)
             ratio = math.exp(nll - self._reference())
             scores: dict[str, Any] = {"score": 100.0 / ratio, "nll": nll, "ppl_ratio": ratio}
         else:
-            found, score = self._ask(policy, budget)
+            found, score = self._ask(policy, budget, None if recorder is None else recorder.start)
             scores = {"score": score}
             if explain and score < 100.0 and can_diagnose(policy):
                 scores["diagnosis"] = diagnose(policy, budget, self.context.n_tokens, self._score, score)
-        return Record(
+        record = Record(
             policy=key.policy,
             task=key.task,
             budget=key.budget,
@@ -313,12 +329,25 @@ class _Reading:
             prefill_seconds=self.prefill_seconds,
             **scores,
         )
+        if recorder is None:
+            return record, None
+        ids = memory_ids(self.question.prompt, self.query_aware)
+        question_ids = self.question.prompt.ids[len(ids) :]
+        tokenizer = self.context.backbone.tokenizer
+        assert tokenizer is not None  # it made the prompt
+        return record, recorder.trace(tokenizer, ids, question_ids, found.ids)
 
-    def _ask(self, policy: Policy, budget: Budget) -> tuple[Answer, float]:
+    def _ask(self, policy: Policy, budget: Budget, on_memory: OnMemory | None = None) -> tuple[Answer, float]:
         """An answer and its score."""
         sample = self.question.sample
         found = ask(
-            self.context, policy, budget, self.question.prompt, sample.max_new_tokens, query_aware=self.query_aware
+            self.context,
+            policy,
+            budget,
+            self.question.prompt,
+            sample.max_new_tokens,
+            query_aware=self.query_aware,
+            on_memory=on_memory,
         )
         return found, METRICS[sample.metric](found.text, sample.answers, sample.classes)
 

@@ -52,7 +52,8 @@ class Session:
         mine = evaluation.keys(shard.part(questions))
         done = sum(key in journal.records for key in mine)
         if done:
-            errors.print(f"{done} of {len(mine)} answers are in {escape(str(evaluation.output))} already")
+            untraced = ", those without their zooms" if evaluation.trace else ""
+            errors.print(f"{done} of {len(mine)} answers are in {escape(str(evaluation.output))} already{untraced}")
         try:
             with answer_progress(errors) as progress:
                 bar = progress.add_task(_label(shard), total=len(mine), completed=done)

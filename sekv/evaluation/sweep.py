@@ -31,6 +31,7 @@ class Sweep:
         query_aware: compress the question with the context.
         adapter: folder of a trained adapter.
         cache: folder that keeps contexts once read.
+        trace: samples of each task and seed whose zooms are kept for the report.
         backbone: name, folder or Hub id.
         dtype: of the backbone.
         device: of the backbone.
@@ -47,6 +48,7 @@ class Sweep:
     query_aware: bool = False
     adapter: str | None = None
     cache: str | None = None
+    trace: int = 0
     backbone: str = "smollm2-135m"
     dtype: str = "auto"
     device: str = "auto"
@@ -113,6 +115,7 @@ class Sweep:
             query_aware=self.query_aware,
             baseline=self.baseline,
             cache=self.cache,
+            trace=self.trace,
         )
 
     def session(self, restart: bool = False) -> Session:

@@ -239,6 +239,10 @@ class Store(ABC):
             [B, H, Q, d] in the query's dtype.
         """
 
+    def record_choices(self) -> list[Tensor] | None:
+        """Begins to keep which spans queries read, here and in later forks; None from a store that never chooses."""
+        return None
+
     @abstractmethod
     def resident_tensors(self) -> list[Tensor | None]:
         """Live tensors on the compute tier."""

@@ -10,15 +10,18 @@ from torch import Tensor
 
 from sekv.routing import select_spans, select_spans_on_host
 from sekv.stores.base import Store, causal_tail_mask
+from sekv.stores.plan import SpanPlan
 from sekv.stores.reader import SpanReader
 
 _QUERY_CHUNK = 64  # queries answered at once; bounds the rows a long question materialises together
 
 
 class OffloadedStore(Store):
-    """A store that fetches what each query chooses; subclasses set `reader` and call `_set_costs`."""
+    """A store that fetches what each query chooses; subclasses set `plan` and `reader` and call `_set_costs`."""
 
+    plan: SpanPlan
     reader: SpanReader
+    _choices: list[Tensor] | None = None
 
     def _set_costs(self, cost: Tensor, rows: Tensor, choosers: int) -> None:
         """Says what choosing costs.
@@ -69,7 +72,14 @@ class OffloadedStore(Store):
 
     def _attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         zoomed = self._choose(query, scaling, tail_mask)
+        if self._choices is not None:
+            self._choices.append(zoomed.to("cpu", copy=True))
         return self.reader.attend(query, scaling, zoomed, self.exact, tail_mask, self.meter)
+
+    def record_choices(self) -> list[Tensor]:
+        """The choices of every step from now on, in order, each bool [B, K or H, Q, S]; forks add to the same list."""
+        self._choices = []
+        return self._choices
 
     def fork(self) -> Self:
         """Shares the bank and the rows that never change; what its steps fetch is its own."""
