@@ -12,7 +12,7 @@ from sekv.errors import DataError
 from sekv.evaluation.records import Result
 from train.card import model_card, read_results, without_folders
 
-RESULT = Result("sekv", "niah:2048", 0.1, False, 8, 87.5, 12.5, 204.0, 4.7e6, 69e6, 610e3, 1.0, 0, 2048.0)
+RESULT = Result("sekv", "niah:2048", 0.1, False, 8, 87.5, 12.5, 62.5, 100.0, 204.0, 4.7e6, 69e6, 610e3, 1.0, 0, 2048.0)
 
 
 def payload(backbone="Qwen/Qwen3-8B", **training):
