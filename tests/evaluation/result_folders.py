@@ -61,7 +61,7 @@ def make_records(policies: Sequence[str] = POLICIES, budgets: Sequence[float] = 
 
 
 def make_trace(layers: int = 3, heads: int = 2, seed: int = 0, text: str = TEXT * 4) -> Trace:
-    """Zooms drawn at random over a text, one token per three letters: spans of 7 tokens, an anchor before each."""
+    """Zooms drawn at random over a text of one token per three letters: spans of 7 tokens, an anchor before each."""
     rng = np.random.default_rng(seed)
     context = [text[i : i + 3] for i in range(0, len(text), 3)]
     start = np.arange(1, len(context) - 7, 8)
