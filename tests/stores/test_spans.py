@@ -123,9 +123,7 @@ def test_equals_the_loop(tiny_backbone, routing, n_queries, lengths, summary_sha
     backbone = tiny_backbone
     context = ids(len(lengths), max(lengths))
     mask = torch.arange(max(lengths)) >= max(lengths) - torch.tensor(lengths)[:, None]
-    config = SeKVConfig(
-        routing_dim=8, max_span=16, summary_share=summary_share, persistent_share=0.5, basis_bits=0
-    )
+    config = SeKVConfig(routing_dim=8, max_span=16, summary_share=summary_share, persistent_share=0.5, basis_bits=0)
     adapter = SeKVAdapter.create(backbone, config)
     adapter.summary_bias.copy_(torch.randn(2, 4, generator=torch.Generator().manual_seed(2)))
     policy = SeKVPolicy(routing=routing, adapter=adapter, fill=True, max_rank=16, tail=8)
