@@ -47,7 +47,8 @@ def fold(plan: SpanPlan, n: int, real: Tensor | None) -> FoldedBlock:
         n: tokens in the block.
         real: False for padding, which is on the left [B, n]; None when there is none.
     """
-    pads = [0] * len(plan.lengths) if real is None else (n - real.sum(dim=1)).tolist()
+    batch = len(plan.lengths)
+    pads = [0] * batch if real is None else (n - real.expand(batch, -1).sum(dim=1)).tolist()
     key = (n, *pads)
     block = plan.folded.get(key)
     if block is None:
@@ -64,12 +65,15 @@ def _fold(plan: SpanPlan, n: int, pads: Tensor) -> FoldedBlock:
     start = start.masked_fill(length == 0, 0)
     block = replace(old, span_start=start, span_length=length)
     tokens = SpanTokens.of(block)
+    # A context kept whole has no summary row yet: its first one comes out of what it has left for zooming.
+    before = old.summary_rows if plan.folded_rows is None else plan.folded_rows
+    allowed = before.clamp_min(1)
     lengths = torch.cat([old.span_length, length], dim=1)
     segmentation: Segmentation = replace(
         old,
         span_start=torch.cat([old.span_start, (start + plan.n_tokens).masked_fill(length == 0, 0)], dim=1),
         span_length=lengths,
-        span_row=shared_rows(lengths, old.summary_rows.clamp_min(1)),
+        span_row=shared_rows(lengths, allowed),
         merged=True,
     )
     return FoldedBlock(
@@ -79,6 +83,8 @@ def _fold(plan: SpanPlan, n: int, pads: Tensor) -> FoldedBlock:
             plan,
             segmentation=segmentation,
             tokens=plan.tokens.followed_by(tokens, plan.n_tokens),
+            zoom_rows=(plan.zoom_rows - allowed + before).clamp_min(0),
+            folded_rows=allowed,
             lengths=plan.lengths + length.sum(dim=1),
             n_tokens=plan.n_tokens + n,
         ),

@@ -25,6 +25,7 @@ class SpanPlan:
         lengths: true tokens of each context [B].
         n_tokens: padded length of the contexts.
         turn: rotation to undo before keys are factored; None when they are factored as they are.
+        folded_rows: summary rows that the spans share since later tokens were folded [B]; None before.
     """
 
     segmentation: Segmentation
@@ -33,6 +34,7 @@ class SpanPlan:
     lengths: Tensor
     n_tokens: int
     turn: Turn | None = None
+    folded_rows: Tensor | None = None
 
     @cached_property
     def folded(self) -> WeakValueDictionary[tuple[int, ...], Any]:

@@ -272,11 +272,13 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         summary_key = torch.cat([self.summary_key, memory.summary_key], dim=2)
         summary_value = torch.cat([self.summary_value, memory.summary_value], dim=2)
         segmentation = self.plan.segmentation
-        self.summaries = Summaries(summary_key, summary_value, segmentation, self.routing.summary_bias)
+        n_rows = self.summaries.n_rows  # the place for them stays as large
+        self.summaries = Summaries(summary_key, summary_value, segmentation, self.routing.summary_bias, n_rows)
         capacity = self.reader.slots.capacity
         if self.routing.zoom:  # a context kept whole has rows left, but no spans of its own to spend them on
             capacity = max(capacity, slots_needed(self._length, self.plan.zoom_rows, spared=0))
-        self.exact.widen(capacity - self.reader.slots.capacity)
+        if capacity > self.reader.slots.capacity:
+            self.exact.widen(capacity - self.reader.slots.capacity)
         self.reader = self.reader.extended(chain.extended(bank), self._length, capacity, self.summaries)
         self._set_costs(segmentation.zoom_cost, self.plan.zoom_rows, key.shape[1])
         router = self.routing.router

@@ -67,7 +67,7 @@ def test_everything_zoomed_is_still_full_attention(tiny_backbone, rope, keep_raw
 
 @torch.no_grad()
 def test_a_padded_batch_equals_single_rows(tiny_backbone):
-    lengths, asked = [120, 90], [25, 40]
+    lengths = [120, 90]
     contexts, laters = ([ids(1, n, seed=i) for i, n in enumerate(x)] for x in (lengths, (115, 130)))
 
     def padded(rows: list[Tensor]) -> Tensor:
@@ -77,7 +77,7 @@ def test_a_padded_batch_equals_single_rows(tiny_backbone):
     mask = left_padding(lengths)
     cache = zooming_cache(tiny_backbone, padded(contexts), mask)
     later, real = padded(laters), left_padding([115, 130])
-    steps, at = [max(asked), *[1] * 90], 0
+    steps, at = [40, *[1] * 90], 0  # questions of 25 and 40 tokens, and answers
     start = torch.tensor(lengths) - torch.tensor([130 - 115, 0])
     for size in steps:
         at += size
@@ -109,12 +109,10 @@ def test_rows_stay_within_the_bound(tiny_backbone, index):
     cache = memory.fork()
     later, folded = ids(1, 260, seed=1), 0
     for t in range(260):
-        rows = [store.meter.rows for store in cache.stores]
+        before_step = [(store.meter.rows, store.tail_length) for store in cache.stores]
         tiny_backbone.hidden_states(later[:, t : t + 1], position_ids=torch.tensor([[200 + t]]), cache=cache)
-        for store, was in zip(cache.stores, rows, strict=True):
-            tail = 1 + (tails[0] if t and (tails := seen) else 0)
-            assert (store.meter.rows - was) / 2 + tail <= 200
-        seen = [store.tail_length for store in cache.stores]
+        for store, (rows, tail) in zip(cache.stores, before_step, strict=True):
+            assert (store.meter.rows - rows) / 2 <= 100 and tail + 1 <= 100  # two KV heads
     for store in cache.stores:
         assert store.forgotten > 150 and store.forgotten + store.tail_length == 260
         query = randn(1, 4, 1, 16, seed=3)
@@ -137,8 +135,8 @@ def test_what_was_folded_cannot_be_taken_back(tiny_backbone):
     left = fork.stores[0].tail_length
     assert 0 < left < 60
     with pytest.raises(PolicyError, match=f"cannot take back 60 tokens: the tail holds {left}"):
-        fork.crop(-60)
-    fork.crop(-left)
+        fork.stores[0].crop(60)
+    fork.stores[0].crop(left)
     with pytest.raises(PolicyError, match="fork it before decoding"):
         fork.fork()
     with pytest.raises(PolicyError, match="fork it before decoding"):
@@ -167,9 +165,8 @@ def test_a_chain_of_banks_gives_the_rows_of_one(tiny_backbone, bits):
     sizes = [b.n_spans for b in own]
     total, first = sum(sizes), np.cumsum([0, *sizes])
     rng = np.random.default_rng(0)
-    spans = np.sort(
-        rng.permutation(np.flatnonzero(np.tile(store.plan.segmentation.span_length[0].numpy() > 0, 4)))[:20]
-    )
+    real = np.flatnonzero((store.plan.segmentation.span_length > 0).repeat_interleave(2, dim=0).numpy())
+    spans = np.sort(rng.permutation(real)[:20])
     key, value, moved = store.reader.bank.fetch(spans, torch.device("cpu"))
     want_key, want_value = [], []
     for number in spans:
@@ -177,8 +174,8 @@ def test_a_chain_of_banks_gives_the_rows_of_one(tiny_backbone, bits):
         i = int(np.searchsorted(first, span, side="right")) - 1
         k, v, _ = own[i].fetch(np.array([group * sizes[i] + span - first[i]]), torch.device("cpu"))
         want_key.append(k), want_value.append(v)
-    torch.testing.assert_close(key, torch.cat(want_key), atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(value, torch.cat(want_value), atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(key, torch.cat(want_key), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(value, torch.cat(want_value), atol=1e-5, rtol=1e-5)
     assert moved > 0
 
 
