@@ -59,7 +59,7 @@ def attention_forward(
     if isinstance(layer, StoreLayer):
         scale = scaling if scaling is not None else query.shape[-1] ** -0.5
         output = layer.store.attend(query, scale, attention_mask)
-        layer.store.settle()
+        layer.store.settle(attention_mask)
         return output.transpose(1, 2).contiguous(), None
     if isinstance(layer, RecordingLayer):
         layer.observe(query)
@@ -183,8 +183,7 @@ class StoreLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Drops the tail; the context memory stays."""
-        self.store.crop(self.store.tail_length)
-        self.store.forgotten = 0
+        self.store.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refused: stores hold one context per sequence and do not move between beams."""

@@ -6,6 +6,7 @@ the work.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,11 +108,36 @@ class FactorBank:
         self._table = to_host(torch.stack([tokens, rank, *(size.cumsum(0) - size for size in sizes)]))
         self._at = self._table.numpy()
         self.n_entries = len(rank) // 2  # of one side
+        self.n_spans = length.shape[1]  # S
 
     @property
     def is_raw(self) -> Tensor:
         """Which spans are stored raw [2, B * K * S], keys first."""
         return (self._table[1] < 0).view(2, -1)
+
+    def lengths(self, group: Index, span: Index) -> Index:
+        """Tokens of spans [M], by (batch row, KV head) pair and place."""
+        found: Index = self._at[0, group * self.n_spans + span]
+        return found
+
+    def joined(self, other: FactorBank) -> FactorBank:
+        """A bank of the spans of this one and, behind them in every batch row and KV head, of another."""
+        twin = copy.copy(self)
+        twin._raw = _joined_on_host(self._raw, other._raw)
+        # The last number and the last row are the zeros for padded indices: one of each is enough.
+        twin._left = _joined_on_host(self._left[:-1], other._left)
+        twin._right = _joined_on_host(self._right[:-1], other._right)
+        if self._step is not None and other._step is not None:
+            twin._step = _joined_on_host(self._step[:-1], other._step)
+        moved = other._table.clone()
+        moved[2:] += torch.tensor([[len(self._raw)], [len(self._left) - 1], [len(self._right) - 1]])
+        groups = self.n_entries // self.n_spans
+        first, second = (x.view(5, 2, groups, -1) for x in (self._table, moved))
+        twin._table = _joined_on_host(first, second, dim=-1).view(5, -1)
+        twin._at = twin._table.numpy()
+        twin.n_spans = self.n_spans + other.n_spans
+        twin.n_entries = groups * twin.n_spans
+        return twin
 
     def fetch(self, spans: Index, device: torch.device) -> tuple[Tensor, Tensor, int]:
         """Brings spans to the compute tier and rebuilds their rows.
@@ -127,7 +153,7 @@ class FactorBank:
         entries = np.concatenate((spans, spans + self.n_entries))
         length, rank, raw_at, left_at, right_at = self._at[:, entries]
         raw, factored = np.flatnonzero(rank < 0), np.flatnonzero(rank >= 0)
-        rows = self._raw.index_select(0, torch.from_numpy(_ranges(raw_at[raw], length[raw])))
+        rows = self._raw.index_select(0, torch.from_numpy(ranges(raw_at[raw], length[raw])))
         moved = rows.numel() * rows.element_size()
         rows = rows.to(device, non_blocking=True)
         if len(factored):
@@ -144,7 +170,7 @@ class FactorBank:
             first = np.empty_like(length)
             first[raw] = length[raw].cumsum() - length[raw]
             first[factored] = len(rows) + np.arange(len(factored)) * built.shape[1]
-            order = torch.from_numpy(_ranges(first, length)).to(device)
+            order = torch.from_numpy(ranges(first, length)).to(device)
             rows = torch.cat([rows, built.flatten(0, 1).to(self._dtype)]).index_select(0, order)
         key, value = rows.split(len(rows) // 2)
         return key, value, moved * self._raw.element_size()
@@ -180,7 +206,13 @@ class FactorBank:
         return [self._left, self._right, self._raw, self._table, *steps]
 
 
-def _ranges(start: Index, length: Index) -> Index:
+def _joined_on_host(first: Tensor, second: Tensor, dim: int = 0) -> Tensor:
+    """Both, in pinned memory when the second is."""
+    both = torch.cat([first, second], dim=dim)
+    return both.pin_memory() if second.is_pinned() else both
+
+
+def ranges(start: Index, length: Index) -> Index:
     """start_0, start_0 + 1, ... of length_0 numbers, then start_1, ..."""
     return np.arange(length.sum()) + np.repeat(start - length.cumsum() + length, length)
 

@@ -78,6 +78,25 @@ class SpanTokens:
         mask = torch.arange(order.shape[1], device=start.device) < count[:, None]
         return cls(padded_index, padded_mask, order, order // longest, mask)
 
+    def followed_by(self, other: SpanTokens, offset: int) -> SpanTokens:
+        """With the spans of other tokens behind these, none longer than the longest of these.
+
+        Args:
+            other: spans of a block of tokens.
+            offset: where the block begins among all tokens.
+        """
+        n_spans, longest = self.padded_index.shape[1:]
+        padding = (0, longest - other.padded_index.shape[2])
+        index = torch.where(other.padded_mask, other.padded_index + offset, 0)
+        place = other.slot % other.padded_index.shape[2]
+        return SpanTokens(
+            torch.cat([self.padded_index, torch.nn.functional.pad(index, padding)], dim=1),
+            torch.cat([self.padded_mask, torch.nn.functional.pad(other.padded_mask, padding)], dim=1),
+            torch.cat([self.slot, (n_spans + other.span) * longest + place], dim=1),
+            torch.cat([self.span, n_spans + other.span], dim=1),
+            torch.cat([self.mask, other.mask], dim=1),
+        )
+
 
 @dataclass(frozen=True)
 class SpanMemory:
@@ -133,6 +152,8 @@ def build_memory(
     Returns:
         The memory; only the gates carry a gradient.
     """
+    if turn is not None:
+        turn = (turn[0][: tokens.padded_index.shape[2]], turn[1][: tokens.padded_index.shape[2]])
     with torch.no_grad():
         raw_key, raw_value = (span_rows(x, tokens) for x in (key, value))
         summary_key, summary_value = (summarise(x, tokens, weights) for x in (raw_key, raw_value))
@@ -171,6 +192,12 @@ def span_rows(x: Tensor, tokens: SpanTokens) -> Tensor:
     index = tokens.padded_index.flatten(1)[:, None, :, None].expand(batch, kv_heads, -1, dim)
     rows = x.gather(2, index).reshape(batch, kv_heads, *tokens.padded_index.shape[1:], dim)
     return rows * tokens.padded_mask[:, None, ..., None]
+
+
+def token_rows(rows: Tensor, tokens: SpanTokens) -> Tensor:
+    """Rows of the spans [B, K, S, L, d] as rows of their tokens [B, K, T, d]; anything at padding."""
+    slot = tokens.slot[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[-1])
+    return rows.flatten(2, 3).gather(2, slot)
 
 
 def _summary_shares(weights: Tensor, tokens: SpanTokens) -> Tensor:

@@ -163,7 +163,11 @@ def segment(
     result = _padded(parts, surprisal.device)
     if not config.merges:
         return result
-    return replace(result, span_row=_shared_rows(result.span_length, rows, config), merged=True)
+    counts = (result.span_length > 0).sum(1).tolist()
+    allowed = [config.summary_rows(int(r), n) for r, n in zip(rows, counts, strict=True)]
+    return replace(
+        result, span_row=shared_rows(result.span_length, result.span_length.new_tensor(allowed)), merged=True
+    )
 
 
 def _padded(parts: list[tuple[Tensor, Tensor, Tensor]], device: torch.device) -> Segmentation:
@@ -183,12 +187,15 @@ def _padded(parts: list[tuple[Tensor, Tensor, Tensor]], device: torch.device) ->
     )
 
 
-def _shared_rows(length: Tensor, rows: Tensor, config: SegmentationConfig) -> Tensor:
-    """The summary row of each span [B, S]: runs of spans with about equally many tokens, numbered without gaps."""
-    counts = (length > 0).sum(1).tolist()
-    allowed = [config.summary_rows(int(r), n) for r, n in zip(rows, counts, strict=True)]
+def shared_rows(length: Tensor, allowed: Tensor) -> Tensor:
+    """The summary row of each span [B, S]: runs of spans with about equally many tokens, numbered without gaps.
+
+    Args:
+        length: tokens per span [B, S].
+        allowed: most rows of each context [B].
+    """
     first = length.cumsum(1) - length
-    share = first * length.new_tensor(allowed)[:, None] // length.sum(1, keepdim=True).clamp_min(1)
+    share = first * allowed[:, None] // length.sum(1, keepdim=True).clamp_min(1)
     steps = share.diff(dim=1, prepend=share[:, :1]) > 0
     return steps.cumsum(1).masked_fill(length == 0, 0)
 

@@ -9,7 +9,7 @@ Dimensions: B batch, H query heads, K KV heads (H = G * K), Q queries, S spans, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from einops import einsum
@@ -28,10 +28,12 @@ class TokenIndex:
     Attributes:
         keys: [B, K, T, r], float32 with a gradient in training, int8 at inference.
         step: what one unit of an 8-bit entry is worth, by direction [B, K, 1, r]; None for float32.
+        later: tokens behind these ones, with a step of their own; in 8 bits only.
     """
 
     keys: Tensor
     step: Tensor | None = None
+    later: TokenIndex | None = None
 
     @classmethod
     def of(cls, router: LayerRouter, token_key: Tensor) -> TokenIndex:
@@ -44,9 +46,26 @@ class TokenIndex:
         step = self.keys.abs().amax(dim=2, keepdim=True).clamp_min(1e-12) / 127
         return TokenIndex((self.keys / step).round().to(torch.int8), step)
 
+    def extended(self, later: TokenIndex) -> TokenIndex:
+        """With more tokens behind those there are; all in 8 bits. The first ones are shared, not copied."""
+        return replace(self, later=later if self.later is None else self.later._joined(later))
+
+    def _joined(self, other: TokenIndex) -> TokenIndex:
+        """One index of both, in the larger step of each direction: what changes its step is rounded once more."""
+        assert self.step is not None and other.step is not None
+        step = torch.maximum(self.step, other.step)
+        keys = [(x.keys * (x.step / step)).round().to(torch.int8) for x in (self, other) if x.step is not None]
+        return TokenIndex(torch.cat(keys, dim=2), step)
+
     def tensors(self) -> list[Tensor | None]:
         """The live tensors, for byte counts."""
-        return [self.keys, self.step]
+        return [self.keys, self.step, *(self.later.tensors() if self.later is not None else ())]
+
+    def _logits(self, grouped: Tensor) -> Tensor:
+        """Inner products [B, K, n, T] with projected queries [B, K, n, r]."""
+        scaled = grouped if self.step is None else grouped * self.step
+        logits = scaled @ self.keys.float().mT
+        return logits if self.later is None else torch.cat([logits, self.later._logits(grouped)], dim=-1)
 
     def log_shares(
         self,
@@ -76,9 +95,7 @@ class TokenIndex:
         kv_heads = self.keys.shape[1]
         projected = (query.float() * scaling) @ router.projection.mT  # [B, H, Q, r]
         grouped = projected.reshape(batch, kv_heads, -1, projected.shape[-1])
-        if self.step is not None:
-            grouped = grouped * self.step
-        logits = (grouped @ self.keys.float().mT).view(batch, heads, n_queries, -1)
+        logits = self._logits(grouped).view(batch, heads, n_queries, -1)
         if mask is not None:
             logits = logits.masked_fill(~mask[:, None, None], -torch.inf)
         peak = logits.detach().amax(dim=-1, keepdim=True)

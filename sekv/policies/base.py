@@ -28,8 +28,9 @@ class Policy(ABC):
     Attributes:
         sinks: first tokens that are always kept exactly.
         tail: last tokens that are always kept exactly.
-        max_rows: most rows, of context and later tokens together, that a query may attend to: a long generation forgets
-            its oldest tokens, the question's included, and keeps its true positions. None: it grows.
+        max_rows: most rows, of context and later tokens together, that a query may attend to: in a long generation the
+            oldest tokens, the question's included, leave the tail, and positions stay true. They are folded into spans
+            (sekv), compete by the policy's own score (`ScorerPolicy.scores_keys`), or are forgotten. None: it grows.
     """
 
     name: ClassVar[str]

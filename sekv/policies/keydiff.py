@@ -18,18 +18,24 @@ class KeyDiffPolicy(ScorerPolicy):
 
     score_i = -cos(k_i, mean_j k_j / |k_j|), per head, over the context's real tokens and on rotated keys.
 
-    Departures: the paper evicts block by block while it reads, here one pass ends the prefill; sinks and tail stay.
+    Departures: the paper evicts block by block while it reads, here one pass ends the prefill, and blocks follow only for
+    decoded tokens under `max_rows`; sinks and tail stay.
     """
 
     name: ClassVar[str] = "keydiff"
+    scores_keys: ClassVar[bool] = True
 
     def score(self, prefill: Prefill, layer: int) -> Tensor:
         """-cos to the mean direction, [B, K, N] in [-1, 1]."""
-        unit = unit_keys(prefill.key_value(layer)[0], prefill.mask)
+        return self.score_keys(prefill.key_value(layer)[0], prefill.mask[:, None])
+
+    def score_keys(self, key: Tensor, mask: Tensor) -> Tensor:
+        """-cos to the mean direction of the real keys."""
+        unit = unit_keys(key, mask)
         # The sum serves as the mean: a cosine does not see lengths.
         return -cosine_similarity(unit, unit.sum(dim=2, keepdim=True), dim=-1)
 
 
 def unit_keys(key: Tensor, mask: Tensor) -> Tensor:
-    """Keys [B, K, N, d] scaled to length 1 in float32; 0 at padding, and near 0 where a key is."""
-    return normalize(key.float(), dim=-1) * mask[:, None, :, None]
+    """Keys [B, K, N, d] scaled to length 1 in float32; 0 at padding of [B, 1 or K, N], and near 0 where a key is."""
+    return normalize(key.float(), dim=-1) * mask[..., None]

@@ -64,7 +64,7 @@ class NestedKVPolicy(ScorerPolicy):
     def score(self, prefill: Prefill, layer: int) -> Tensor:
         """Blended and gated anomaly [B, K, N] in [0, 1]."""
         real = prefill.mask[:, None]  # [B, 1, N]
-        anomaly = self.anomalies(unit_keys(prefill.key_value(layer)[0], prefill.mask), prefill)
+        anomaly = self.anomalies(unit_keys(prefill.key_value(layer)[0], real), prefill)
         prior = torch.tensor(_PRIOR, device=anomaly.device).log()[:, None, None]
         weight = (prior + self.gap_weight * _gap(anomaly, real)).softmax(dim=0)  # [3, B, K]
         blend = (weight[..., None] * anomaly).sum(dim=0)

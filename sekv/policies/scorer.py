@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ class ScorerPolicy(Policy):
             all layers compete, and needs `allocation=headwise`. The mean over layers is the budget in each case.
         beta: steepness of the pyramid: the last layer gets 1 / beta of the mean.
     """
+
+    scores_keys: ClassVar[bool] = False  # the score of a token follows from the keys alone, whichever of them are left
 
     allocation: str = "uniform"
     safeguard: float = 0.20
@@ -102,7 +105,28 @@ class ScorerPolicy(Policy):
         """A store of the kept rows."""
         keep = self.keep(prefill, layer, plan.of(layer))
         key, value = prefill.key_value(layer)
-        return EvictedStore(key, value, keep, prefill.lengths)
+        rescore = self._rescore if self.scores_keys and self.max_rows is not None else None
+        return EvictedStore(key, value, keep, prefill.lengths, rescore)
+
+    def score_keys(self, key: Tensor, mask: Tensor) -> Tensor:
+        """The same importance from keys alone, for methods with `scores_keys`.
+
+        Under `max_rows` tokens that leave the tail compete by it with the rows that are kept, head by head; without it
+        they are forgotten, the oldest first.
+
+        Args:
+            key: rotated keys of kept rows and later tokens, in the order of their positions [B, K, R, d].
+            mask: True for real ones [B, K, R].
+
+        Returns:
+            Finite float32 [B, K, R]; anything where `mask` is False.
+        """
+        raise NotImplementedError(f"{self.name} does not score keys alone")
+
+    def _rescore(self, key: Tensor, mask: Tensor) -> Tensor:
+        scores = self.score_keys(key, mask)
+        scores[..., : self.sinks] = torch.inf  # rows lie in the order of their positions
+        return scores
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +20,7 @@ from sekv.routing import ROUTINGS
 from sekv.segmentation import segment
 from sekv.stores.base import Store
 from sekv.stores.plan import SpanPlan
-from sekv.stores.spans import DifferentiableSpanStore, OffloadedSpanStore, Routing
+from sekv.stores.spans import DifferentiableSpanStore, MemoryBuilder, OffloadedSpanStore, Routing
 
 
 @dataclass(kw_only=True)
@@ -85,6 +86,10 @@ class SeKVPolicy(Policy):
         self._config = replace(base, **given)
         if self.adapter is not None and self._config.max_rank > self.adapter.config.max_rank:
             raise PolicyError(f"max_rank {self._config.max_rank} exceeds the adapter's {self.adapter.config.max_rank}")
+        if self.max_rows is not None and not self._config.share_group:
+            raise PolicyError(
+                "sekv: max_rows folds later tokens into spans that share summary rows, which needs share_group=true"
+            )
         self._segmentation = self._config.cutting(sinks=self.sinks, tail=self.tail)
 
     def prepare(self, prefill: Prefill, budget: Budget) -> SpanPlan:
@@ -121,20 +126,20 @@ class SeKVPolicy(Policy):
         """Summaries and exact rows on the compute tier, bases on the host."""
         with torch.no_grad():
             options = {"keep_raw": self.keep_raw, "basis_bits": self._config.basis_bits or None}
-            return self._store(OffloadedSpanStore, prefill, layer, plan, **options)
+            return self._store(OffloadedSpanStore, prefill, layer, plan, build=self._builder(plan), **options)
+
+    def _builder(self, plan: SpanPlan) -> MemoryBuilder:
+        return partial(
+            build_memory,
+            max_rank=self._config.max_rank,
+            gate=None if self.adapter is None else self.adapter.gate,
+            turn=plan.turn,
+            basis_bits=self._config.basis_bits or None,
+        )
 
     def _store(self, kind: type, prefill: Prefill, layer: int, plan: SpanPlan, **options: Any) -> Store:
         key, value = prefill.key_value(layer)
-        memory = build_memory(
-            key,
-            value,
-            plan.tokens,
-            self.token_weights(prefill),
-            self._config.max_rank,
-            None if self.adapter is None else self.adapter.gate,
-            plan.turn,
-            self._config.basis_bits or None,
-        )
+        memory = self._builder(plan)(key, value, plan.tokens, self.token_weights(prefill))
         if self.exact_spans:
             memory = replace(memory, raw_cost=0.0)
         router = None if self.adapter is None else self.adapter.router(layer)

@@ -117,7 +117,7 @@ class SemantiCachePolicy(Policy):
         """The row of each token [B, K, N], numbered by their first tokens; padding has the number of rows."""
         batch, kv_heads, n, dim = key.shape
         chunks, longest = plan.index.shape[1:]
-        unit = unit_keys(key, mask)
+        unit = unit_keys(key, mask[:, None])
         flat = plan.index.flatten(1)
         gathered = unit.gather(2, flat[:, None, :, None].expand(-1, kv_heads, -1, dim))
         gathered = gathered.reshape(batch, kv_heads, chunks, longest, dim)

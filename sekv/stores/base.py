@@ -11,7 +11,9 @@ from typing import Self
 import torch
 from torch import Tensor
 
-TAIL_BLOCK = 32  # tail tokens that are forgotten together, so that rows rarely move
+from sekv.errors import PolicyError
+
+TAIL_BLOCK = 32  # tail tokens that leave together, so that rows rarely move
 
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
@@ -142,6 +144,15 @@ class ExactRows:
             buffer[:, :, self.n_context : self.used - n] = buffer[:, :, self.n_context + n : self.used].clone()
         self.used -= n
 
+    def widen(self, n: int) -> None:
+        """Adds `n` rows of zeros behind the context rows, before the tail."""
+        context = self.n_context
+        self._key, self._value = (
+            torch.cat([x[:, :, :context], x.new_zeros(*x.shape[:2], n, x.shape[3]), x[:, :, context:]], dim=2)
+            for x in (self.key, self.value)
+        )
+        self.n_context, self.used, self._shared = context + n, self.used + n, False
+
     def fork(self) -> ExactRows:
         """A copy that shares the context rows, has an empty tail, and never writes into the shared buffer."""
         n = self.n_context
@@ -169,33 +180,82 @@ class Store(ABC):
         self.lengths = lengths
         self.meter = Meter()
         self.max_tail: int | None = None  # most tail tokens a query may see; None: all of them
-        self.forgotten = 0  # tail tokens that `settle` has dropped
+        self.forgotten = 0  # tokens that `settle` has taken out of the tail
+        self.rewritten = False  # `settle` has changed the context memory: it is no longer the context's alone
 
     @property
     def tail_length(self) -> int:
         """Tokens appended after the context that are still there."""
         return self.exact.tail_length
 
-    def settle(self) -> None:
-        """Makes room for the next token under `max_tail`: the oldest tail tokens are forgotten, a block at a time.
+    def settle(self, tail_mask: Tensor | None = None) -> None:
+        """Makes room for the next token under `max_tail`: the oldest tail tokens leave the tail, a block at a time.
 
         To be called between steps, on all layers: the next step's mask covers the tokens that are left.
+
+        Args:
+            tail_mask: as `attend` received it.
         """
         if self.max_tail is not None and self.tail_length >= self.max_tail:
             surplus = self.tail_length - self.max_tail + min(TAIL_BLOCK, self.max_tail)
+            self._release(surplus, None if tail_mask is None else tail_mask[:, 0, -1, :surplus])
             self.exact.forget(surplus)
             self.forgotten += surplus
+
+    def _release(self, n: int, real: Tensor | None) -> None:
+        """What becomes of the first `n` tail tokens before they leave the tail; here nothing: they are forgotten.
+
+        Args:
+            n: tokens.
+            real: False for padding [B, n]; None when there is none.
+        """
+
+    def _oldest(self, n: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `n` tail tokens [B, K, n, d], views."""
+        tail = slice(self.exact.n_context, self.exact.n_context + n)
+        return self.exact.key[:, :, tail], self.exact.value[:, :, tail]
 
     def append(self, key: Tensor, value: Tensor) -> None:
         """Adds decoded tokens [B, K, n, d] to the exact tail."""
         self.exact.append(key, value)
 
     def crop(self, n: int) -> None:
-        """Forgets the last `n` tail tokens."""
+        """Forgets the last `n` tail tokens.
+
+        Raises:
+            PolicyError: some of them have left the tail under `max_rows`.
+        """
+        if n > self.tail_length and self.forgotten:
+            raise PolicyError(
+                f"cannot take back {n} tokens: the tail holds {self.tail_length}, and the {self.forgotten} before them have "
+                "left it under max_rows; give more max_rows, or fork the memory before decoding"
+            )
         self.exact.crop(n)
 
+    def reset(self) -> None:
+        """Drops the tail; the context memory stays.
+
+        Raises:
+            PolicyError: the memory holds more than the context.
+        """
+        self._check_own_context()
+        self.exact.crop(self.tail_length)
+        self.forgotten = 0
+
+    def _check_own_context(self) -> None:
+        if self.rewritten:
+            raise PolicyError(
+                "this memory has taken in decoded tokens under max_rows and no longer holds the context alone: fork it "
+                "before decoding, or compress the context again"
+            )
+
     def fork(self) -> Self:
-        """A store for another question: same context memory (shared, never written), empty tail, fresh meters."""
+        """A store for another question: same context memory (shared, never written), empty tail, fresh meters.
+
+        Raises:
+            PolicyError: the memory holds more than the context.
+        """
+        self._check_own_context()
         twin = copy.copy(self)
         twin.exact = self.exact.fork()
         twin.meter = Meter()

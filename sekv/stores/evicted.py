@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from sekv.stores.base import ExactRows, Store, causal_tail_mask
+
+Rescore = Callable[[Tensor, Tensor], Tensor]
+"""Keys [B, K, R, d] and which are real [B, K, R] to scores [B, K, R], the highest to be kept."""
 
 _SMALLEST_BLOCK = 32  # rows per block when heads differ: at this size less than one block per head is wasted
 _BLOCK_COST = 4  # rows whose reading costs about as much as one more block
@@ -26,14 +31,20 @@ class EvictedStore(Store):
         value: [B, K, N, dv].
         keep: True for kept tokens [B, K, N]; at least one per batch row and head, never padding.
         lengths: true tokens of each context [B].
+        rescore: scores of rows by their keys alone, from keys [B, K, R, d] in the order of their positions and which of
+            them are real [B, K, R]: by it tokens that leave the tail compete with the rows there are, head by head.
+            None: they are forgotten.
 
     Raises:
         ValueError: a head keeps no token.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, keep: Tensor, lengths: Tensor) -> None:
+    def __init__(
+        self, key: Tensor, value: Tensor, keep: Tensor, lengths: Tensor, rescore: Rescore | None = None
+    ) -> None:
         # The empty context part of the exact rows: here they hold the tail only.
         super().__init__(ExactRows(*(t.new_empty(*t.shape[:2], 0, t.shape[3]) for t in (key, value))), lengths)
+        self._rescore = rescore
         self.rows_per_head = keep.sum(dim=-1)  # [B, K]
         counts = self.rows_per_head.flatten()
         fewest, most = int(counts.min()), int(counts.max())
@@ -43,10 +54,8 @@ class EvictedStore(Store):
         blocks = (counts + self.block - 1) // self.block  # blocks of each group [B*K]
         first = blocks.cumsum(0) - blocks  # index of each group's first block
         group = torch.arange(len(counts), device=keep.device).repeat_interleave(blocks)
-        # Slot of each kept row in the flat tensors, in the order that boolean indexing yields rows.
-        flat = keep.flatten(0, 1)
-        slot = (first[:, None] * self.block + flat.cumsum(dim=1) - 1)[flat]
-        self.key_blocks, self.value_blocks = (self._packed(t, keep, slot, len(group)) for t in (key, value))
+        self._first = (first * self.block).view_as(self.rows_per_head)  # row of each group's first in the flat tensors
+        self.key_blocks, self.value_blocks = self._packed(key, value, keep, len(group))
         left = counts[group] - (torch.arange(len(group), device=keep.device) - first[group]) * self.block
         filled = torch.arange(self.block, device=keep.device) < left[:, None]
         # Both are None when every group is exactly one full block.
@@ -57,10 +66,33 @@ class EvictedStore(Store):
             self.bias.masked_fill_(~filled[:, None], -torch.inf)
         self._kept = int(counts.sum())
 
-    def _packed(self, rows: Tensor, keep: Tensor, slot: Tensor, n_blocks: int) -> Tensor:
-        packed = rows.new_zeros(n_blocks * self.block, rows.shape[3])
-        packed[slot] = rows[keep]
-        return packed.view(n_blocks, self.block, rows.shape[3])
+    def _packed(self, key: Tensor, value: Tensor, keep: Tensor, n_blocks: int) -> tuple[Tensor, Tensor]:
+        """Blocks of the kept rows, in the order of their positions."""
+        # Slot of each kept row in the flat tensors, in the order that boolean indexing yields rows.
+        slot = (self._first[..., None] + keep.cumsum(dim=-1) - 1)[keep]
+        blocks = [x.new_zeros(n_blocks * self.block, x.shape[3]).index_copy_(0, slot, x[keep]) for x in (key, value)]
+        packed_key, packed_value = (x.view(n_blocks, self.block, -1) for x in blocks)
+        return packed_key, packed_value
+
+    def _release(self, n: int, real: Tensor | None) -> None:
+        """Lets the oldest tail tokens compete with the rows there are; every head keeps as many as it had."""
+        if self._rescore is None:
+            return
+        counts = self.rows_per_head[..., None]
+        place = torch.arange(int(counts.max()), device=counts.device)
+        # Rows of a head lie behind one another, however many blocks it has; places beyond its own are not real.
+        row = (self._first[..., None] + place).clamp_max(self.key_blocks.shape[0] * self.block - 1)
+        rows = [
+            torch.cat([blocks.flatten(0, 1)[row], tail], dim=2)
+            for blocks, tail in zip((self.key_blocks, self.value_blocks), self._oldest(n), strict=True)
+        ]
+        later = torch.ones_like(counts, dtype=torch.bool).expand(-1, -1, n) if real is None else real[:, None]
+        mask = torch.cat([place < counts, later.expand(*counts.shape[:2], n)], dim=-1)
+        scores = self._rescore(rows[0], mask).masked_fill(~mask, -torch.inf)
+        rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        # New tensors: other stores may read the old ones.
+        self.key_blocks, self.value_blocks = self._packed(rows[0], rows[1], rank < counts, len(self.key_blocks))
+        self.rewritten = True
 
     def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """One softmax over each head's kept rows and the visible tail."""
@@ -113,7 +145,8 @@ class EvictedStore(Store):
 
     def resident_tensors(self) -> list[Tensor | None]:
         """Kept rows, their index, and the tail."""
-        return [self.key_blocks, self.value_blocks, self.group, self.bias, self.rows_per_head, *self.exact.tensors()]
+        tables = [self.group, self.bias, self.rows_per_head, self._first]
+        return [self.key_blocks, self.value_blocks, *tables, *self.exact.tensors()]
 
 
 def _block_size(counts: Tensor) -> int:

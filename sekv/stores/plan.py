@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +25,7 @@ class SpanPlan:
         lengths: true tokens of each context [B].
         n_tokens: padded length of the contexts.
         turn: rotation to undo before keys are factored; None when they are factored as they are.
+        folded_rows: summary rows that the spans share since later tokens were folded [B]; None before.
     """
 
     segmentation: Segmentation
@@ -30,6 +34,17 @@ class SpanPlan:
     lengths: Tensor
     n_tokens: int
     turn: Turn | None = None
+    folded_rows: Tensor | None = None
+
+    @cached_property
+    def folded(self) -> WeakValueDictionary[tuple[int, ...], Any]:
+        """Blocks of later tokens that some layer has folded into spans behind these (`sekv.stores.folding`)."""
+        return WeakValueDictionary()
+
+    @cached_property
+    def all_tokens_real(self) -> bool:
+        """Whether the tables of tokens have no padding."""
+        return bool(self.tokens.mask.all())
 
     def tensors(self) -> list[Tensor]:
         """The live tensors, for byte counts."""

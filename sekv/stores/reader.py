@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sekv.attention import RowSet, mixed_attention, packed_attention
+from sekv.bank_chain import BankChain
 from sekv.host import FactorBank, Index
 from sekv.stores.base import ExactRows, Meter, causal_tail_mask
 from sekv.stores.slots import SlotTable
@@ -37,7 +38,7 @@ class SpanReader:
 
     def __init__(
         self,
-        bank: FactorBank,
+        bank: FactorBank | BankChain,
         length: Tensor,
         bias: Tensor,
         kv_heads: int,
@@ -57,6 +58,22 @@ class SpanReader:
         """A reader of the same bank with empty slots, for rows of its own."""
         twin = copy.copy(self)
         twin.slots = self.slots.fresh()
+        return twin
+
+    def extended(self, bank: BankChain, length: Tensor, capacity: int, summaries: Summaries) -> SpanReader:
+        """A reader with more spans behind those of this one, which keeps what its slots hold.
+
+        Args:
+            bank: of all spans.
+            length: tokens per span [B, S + new].
+            capacity: C, at least as many as before.
+            summaries: of all spans, in as many rows as before.
+        """
+        assert self.summaries is not None and summaries.n_rows == self.summaries.n_rows
+        twin = copy.copy(self)
+        twin.bank, twin.summaries = bank, summaries
+        twin._length = length.repeat_interleave(self._kv_heads, dim=0).cpu().numpy()
+        twin.slots = self.slots.extended(twin._length, capacity)
         return twin
 
     def layout(self, key: Tensor, value: Tensor) -> ExactRows:

@@ -86,6 +86,19 @@ class SlotTable:
         """The tables, for byte counts; they live on the host."""
         return [torch.from_numpy(x) for x in (self.owner, self._held, self._used)]
 
+    def extended(self, length: Index, capacity: int) -> SlotTable:
+        """The same rows in the same slots, with more spans and perhaps more slots.
+
+        Args:
+            length: tokens per span [groups, S + new]; the first S as before.
+            capacity: slots per group, at least as many as before.
+        """
+        twin, n_spans = SlotTable(length, capacity), self._length.shape[1]
+        twin.owner[:, : self.capacity] = np.where(self.owner == n_spans, length.shape[1], self.owner)
+        twin._held[:, :n_spans], twin._used[:, :n_spans] = self._held[:, :-1], self._used[:, :-1]
+        twin._step = self._step
+        return twin
+
     def fresh(self) -> SlotTable:
         """An empty table for the same spans."""
         return SlotTable(self._length, self.capacity)

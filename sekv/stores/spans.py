@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from sekv.adapter import LayerRouter
 from sekv.attention import Merge, RowSet, log_sum, mixed_attention
+from sekv.bank_chain import BankChain
 from sekv.host import BankSide, FactorBank
-from sekv.memory import SpanMemory, rebuild_rows
+from sekv.memory import SpanMemory, SpanTokens, rebuild_rows, token_rows
 from sekv.routing import (
     group_max,
     group_sum,
@@ -31,11 +31,15 @@ from sekv.routing import (
 from sekv.segmentation import Segmentation
 from sekv.span_index import TokenIndex
 from sekv.stores.base import ExactRows, Store
+from sekv.stores.folding import FoldedBlock, fold
 from sekv.stores.offloaded import OffloadedStore
 from sekv.stores.plan import SpanPlan, visibility_bias
 from sekv.stores.reader import SpanReader
 from sekv.stores.slots import slots_needed
 from sekv.stores.summaries import Summaries
+
+MemoryBuilder = Callable[[Tensor, Tensor, SpanTokens, Tensor], SpanMemory]
+"""Keys [B, K, N, d], values, where spans' tokens are, and summary weights [B, N] to summaries and bases."""
 
 
 @dataclass(frozen=True)
@@ -139,8 +143,7 @@ class SpanStore(Store):
         self.index: TokenIndex | None = None
         self.norm: Tensor | None = None
         if router is not None and router.key_projection is not None:
-            slot = plan.tokens.slot[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
-            self.index = TokenIndex.of(router, memory.raw_key.flatten(2, 3).gather(2, slot))
+            self.index = TokenIndex.of(router, token_rows(memory.raw_key, plan.tokens))
         elif router is not None:
             self.norm = summary_norm(router, memory.summary_key)
 
@@ -171,13 +174,9 @@ class SpanStore(Store):
             return None, routing_logits(router, query, self.summary_key, self.norm, self._length)
         tokens = self.plan.tokens
         rest = log_sum(query, self._exact_sets(query.shape[2], tail_mask), scaling)
-        mask = None if self._all_tokens_real else tokens.mask
+        mask = None if self.plan.all_tokens_real else tokens.mask
         share = self.index.log_shares(router, query, tokens.span, self._length, rest, scaling, mask)
         return share, share + router.bias[:, None, None]
-
-    @cached_property
-    def _all_tokens_real(self) -> bool:
-        return bool(self.plan.tokens.mask.all())
 
     def _wish(self, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """The order in which spans are taken, and the margins alpha - tau, both [B, K or H, Q, S].
@@ -212,6 +211,8 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         routing: how spans are chosen.
         keep_raw: store raw rows where factors are not smaller; False forces factors.
         basis_bits: 8 for bases of whole numbers; None keeps them in the dtype of the keys.
+        build: makes the memory of later tokens when they leave the tail, from keys, values, their spans and summary
+            weights; None forgets them.
     """
 
     def __init__(
@@ -223,16 +224,12 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         routing: Routing,
         keep_raw: bool = True,
         basis_bits: int | None = None,
+        build: MemoryBuilder | None = None,
     ) -> None:
         super().__init__(key, value, memory, plan, routing)
-        bank = FactorBank(
-            BankSide(memory.raw_key, memory.key_basis, memory.key_gate, memory.raw_cost),
-            BankSide(memory.raw_value, memory.value_basis, memory.value_gate, memory.raw_cost),
-            self._length,
-            plan.turn,
-            keep_raw,
-            basis_bits,
-        )
+        self._keep_raw, self._basis_bits, self._build = keep_raw, basis_bits, build
+        self._block: FoldedBlock | None = None
+        bank = self._bank(memory, self._length)
         sharers = 1 if routing.share_group or routing.router is None else routing.router.bias.shape[0] // key.shape[1]
         self._set_costs(plan.segmentation.zoom_cost, plan.zoom_rows, sharers * key.shape[1])
         spared = 0 if plan.segmentation.merged else 1
@@ -248,10 +245,53 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         )
         self.exact = self.reader.layout(self.exact.key, self.exact.value)
         self.index = None if self.index is None else self.index.quantised()
-        self.span_keys: Tensor | None = None
-        if routing.mode == "oracle":  # evaluation only: the teacher's mass needs every exact key
-            slot = plan.tokens.slot[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
-            self.span_keys = memory.raw_key.flatten(2, 3).gather(2, slot)
+        # Evaluation only: the teacher's mass needs every exact key.
+        self.span_keys = token_rows(memory.raw_key, plan.tokens) if routing.mode == "oracle" else None
+
+    def _bank(self, memory: SpanMemory, length: Tensor) -> FactorBank:
+        return FactorBank(
+            BankSide(memory.raw_key, memory.key_basis, memory.key_gate, memory.raw_cost),
+            BankSide(memory.raw_value, memory.value_basis, memory.value_gate, memory.raw_cost),
+            length,
+            self.plan.turn,
+            self._keep_raw,
+            self._basis_bits,
+        )
+
+    @torch.no_grad()
+    def _release(self, n: int, real: Tensor | None) -> None:
+        """Folds the oldest tail tokens into spans behind those there are; what other stores share is not written."""
+        if self._build is None:
+            return
+        block = fold(self.plan, n, real)
+        key, value = self._oldest(n)
+        memory = self._build(key, value, block.tokens, torch.ones(len(key), n, device=key.device))
+        bank = self._bank(memory, block.length)
+        chain = self.reader.bank if isinstance(self.reader.bank, BankChain) else BankChain((self.reader.bank,))
+        # The block keeps the tables of all layers one and the same.
+        self._block, self.plan, self.rewritten = block, block.plan, True
+        summary_key = torch.cat([self.summary_key, memory.summary_key], dim=2)
+        summary_value = torch.cat([self.summary_value, memory.summary_value], dim=2)
+        segmentation = self.plan.segmentation
+        n_rows = self.summaries.n_rows  # the place for them stays as large
+        self.summaries = Summaries(summary_key, summary_value, segmentation, self.routing.summary_bias, n_rows)
+        capacity = self.reader.slots.capacity
+        if self.routing.zoom:  # a context kept whole has rows left, but no spans of its own to spend them on
+            capacity = max(capacity, slots_needed(self._length, self.plan.zoom_rows, spared=0))
+        if capacity > self.reader.slots.capacity:
+            self.exact.widen(capacity - self.reader.slots.capacity)
+        self.reader = self.reader.extended(chain.extended(bank), self._length, capacity, self.summaries)
+        self._set_costs(segmentation.zoom_cost, self.plan.zoom_rows, key.shape[1])
+        router = self.routing.router
+        if self.index is not None:
+            assert router is not None
+            later = TokenIndex.of(router, token_rows(memory.raw_key, block.tokens))
+            self.index = self.index.extended(later.quantised())
+        if self.norm is not None:
+            assert router is not None
+            self.norm = torch.cat([self.norm, summary_norm(router, memory.summary_key)], dim=2)
+        if self.span_keys is not None:
+            self.span_keys = torch.cat([self.span_keys, token_rows(memory.raw_key, block.tokens)], dim=2)
 
     @property
     def summary_key(self) -> Tensor:
@@ -290,6 +330,7 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
     def resident_tensors(self) -> list[Tensor | None]:
         """Exact rows, summaries and slots, what routing needs, and the index tables that all layers share."""
         known = [self.norm, *(self.index.tensors() if self.index is not None else ())]
+        known += [] if self._block is None else self._block.tensors()
         return [*self.exact.tensors(), *self.summaries.tensors(), *known, self.span_keys, *self.plan.tensors()]
 
 

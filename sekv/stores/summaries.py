@@ -25,13 +25,21 @@ class Summaries:
         value: [B, K, S, d].
         segmentation: lengths of the spans and the row of each.
         bias: added to the logits of summary rows, one number or one for each query head [H].
+        n_rows: M, at least as many as the segmentation has; None: as many. Rows that stand for nothing are never seen.
     """
 
-    def __init__(self, key: Tensor, value: Tensor, segmentation: Segmentation, bias: float | Tensor) -> None:
+    def __init__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        segmentation: Segmentation,
+        bias: float | Tensor,
+        n_rows: int | None = None,
+    ) -> None:
         self.key, self.value, self.merged = key, value, segmentation.merged
         batch, kv_heads, n_spans, dim = key.shape
         self._length, self._row = segmentation.span_length, segmentation.span_row
-        self.n_rows = max(1, int(segmentation.summary_rows.max()))
+        self.n_rows = n_rows or max(1, int(segmentation.summary_rows.max()))
         per_head = torch.as_tensor(bias, dtype=torch.float32, device=key.device).detach()
         self._bias = per_head.expand(kv_heads) if per_head.ndim == 0 else per_head
         self._bias = self._bias.reshape(1, kv_heads, -1, 1, 1)  # [1, K, G or 1, 1, 1]
