@@ -12,8 +12,8 @@ from sekv.host import FactorBank, Index, ranges
 class BankChain:
     """Banks of the same batch rows and KV heads, the spans of each behind those of the one before.
 
-    The first bank, the context's, is never copied. Those behind it are joined whenever the last has as many spans as the
-    one before it, so that there are few of them, and few copies.
+    The first bank, the context's, is never copied. Those behind it are joined whenever the last has as many spans as
+    the one before it, so that there are few of them, and few copies.
 
     Args:
         banks: at least one.

@@ -18,8 +18,8 @@ class KeyDiffPolicy(ScorerPolicy):
 
     score_i = -cos(k_i, mean_j k_j / |k_j|), per head, over the context's real tokens and on rotated keys.
 
-    Departures: the paper evicts block by block while it reads, here one pass ends the prefill, and blocks follow only for
-    decoded tokens under `max_rows`; sinks and tail stay.
+    Departures: the paper evicts block by block while it reads, here one pass ends the prefill, and blocks follow only
+    for decoded tokens under `max_rows`; sinks and tail stay.
     """
 
     name: ClassVar[str] = "keydiff"

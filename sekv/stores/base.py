@@ -209,6 +209,7 @@ class Store(ABC):
             n: tokens.
             real: False for padding [B, n]; None when there is none.
         """
+        return
 
     def _oldest(self, n: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `n` tail tokens [B, K, n, d], views."""
@@ -227,8 +228,8 @@ class Store(ABC):
         """
         if n > self.tail_length and self.forgotten:
             raise PolicyError(
-                f"cannot take back {n} tokens: the tail holds {self.tail_length}, and the {self.forgotten} before them have "
-                "left it under max_rows; give more max_rows, or fork the memory before decoding"
+                f"cannot take back {n} tokens: the tail holds {self.tail_length}, and the {self.forgotten} before them "
+                "have left it under max_rows; give more max_rows, or fork the memory before decoding"
             )
         self.exact.crop(n)
 
