@@ -1,9 +1,9 @@
 """Folding: the oldest tail tokens become spans of the memory, so that a long generation stays within its rows *(ours)*.
 
-A block of the tail is cut into pieces of equal length, no longer than the longest span of the context: the store knows
-nothing of the tokens' surprisal, so their summaries weigh them alike. The pieces take no rows of their own. The summary
-rows that the context has are shared out anew among all spans, and zooming into folded tokens uses the rows that are left
-for zooming: what a query attends to beside the tail never grows.
+A block of the tail is cut into pieces of equal length, no longer than the longest span of the context: the store
+knows nothing of the tokens' surprisal, so their summaries weigh them alike. The pieces take no rows of their own. The
+summary rows that the context has are shared out anew among all spans, and zooming into folded tokens uses the rows
+that are left for zooming: what a query attends to beside the tail never grows.
 """
 
 from __future__ import annotations
