@@ -117,8 +117,12 @@ def load_trace(path: Path) -> tuple[Key, Trace]:
         ids = [[int(i) for i in found[f"{part}_ids"]] for part in ("context", "question", "answer")]
         zoomed = np.unpackbits(found["zoomed"], axis=-1, count=len(found["span_start"])).astype(bool)
         trace = Trace(
-            *(told[part] for part in ("context", "question", "answer")),
-            *ids,
+            context=told["context"],
+            question=told["question"],
+            answer=told["answer"],
+            context_ids=ids[0],
+            question_ids=ids[1],
+            answer_ids=ids[2],
             exact=found["exact"],
             span_start=found["span_start"],
             span_length=found["span_length"],
