@@ -269,7 +269,7 @@ def test_export_reports_the_folder_and_refuses_a_missing_checkpoint(tmp_path: Pa
     assert "nope.ckpt" in fails_with_one_line(["export", str(tmp_path / "nope.ckpt"), str(tmp_path / "out")], capsys)
     assert not (tmp_path / "out").exists()
     fake = ModuleType("train.export")
-    fake.export_checkpoint = lambda checkpoint, output: output  # type: ignore[attr-defined]
+    fake.export_checkpoint = lambda checkpoint, output, **_: output  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "train.export", fake)
     assert main(["export", "a.ckpt", "out"]) == 0
     assert capsys.readouterr().out == "adapter written to out\n"
@@ -324,7 +324,7 @@ def test_what_the_system_refuses_is_one_line(monkeypatch, capsys, error: OSError
 def test_letters_that_the_output_cannot_show_are_replaced() -> None:
     program = (
         "import sys, types\nfrom sekv.cli import main\nfake = types.ModuleType('train.export')\n"
-        "fake.export_checkpoint = lambda checkpoint, output: '\u00e4\u4e2d'\nsys.modules['train.export'] = fake\n"
+        "fake.export_checkpoint = lambda checkpoint, output, **_: '\u00e4\u4e2d'\nsys.modules['train.export'] = fake\n"
         "sys.exit(main(['export', 'a', 'b']))"
     )
     done = subprocess.run(
@@ -351,7 +351,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     os.close(read)
     program = (
         "import sys, types\nfrom sekv.cli import main\nfake = types.ModuleType('train.export')\n"
-        "fake.export_checkpoint = lambda checkpoint, output: output\nsys.modules['train.export'] = fake\n"
+        "fake.export_checkpoint = lambda checkpoint, output, **_: output\nsys.modules['train.export'] = fake\n"
         "sys.exit(main(['export', 'a', 'b']))"
     )
     with os.fdopen(write, "wb") as closed:

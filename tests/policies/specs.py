@@ -36,8 +36,8 @@ EVICTING = (
 SMALLEST_SHARE = {
     "full": 0.0,
     **dict.fromkeys(EVICTING, 0.0),
-    "sekv[routing=mean,tail=8]": 0.5,
-    "sekv[routing=oracle,tail=8,max_span=16]": 0.5,
+    "sekv[routing=mean,tail=8,basis_bits=0]": 0.5,
+    "sekv[routing=oracle,tail=8,max_span=16,basis_bits=0]": 0.5,
     "semanticache[tail=8]": 0.5,
     "quest[tail=8]": 0.5,
     "sentencekv[tail=8,span=24]": 0.5,

@@ -55,7 +55,7 @@ def run_folder(config) -> Path:
 def test_a_run_leaves_checkpoints_curves_and_its_configuration(config, capsys):
     assert main(["--config", str(config)]) == 0
     run = run_folder(config)
-    assert {path.name for path in run.iterdir()} == {"checkpoints", "csv", "config.yaml"}
+    assert {path.name for path in run.iterdir()} == {"checkpoints", "csv", "config.yaml", "heatmaps"}
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}
     for path in (run / "checkpoints").iterdir():
         assert torch.load(path, weights_only=True)["global_step"] in (2, 4)
