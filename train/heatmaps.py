@@ -70,7 +70,7 @@ class ZoomHeatmaps(Callback):
         draw_zoom(rates, f"Zooming on held-out text after step {step}", path)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_image("val/zoom", [str(path)], step=step)
+                logger.log_image("val/zoom_heatmap", [str(path)], step=step)
 
 
 def draw_zoom(rates: Mapping[str, Tensor], title: str, path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_picture_shows_the_mean_over_documents_and_goes_to_wandb(tmp_path, mon
     torch.testing.assert_close(shown[ASKED], torch.full((3, 4), 0.2))
     assert path == tmp_path / "heatmaps" / "zoom-step-000250.png"
     assert "250" in title
-    assert logged == [("val/zoom", [str(path)], 250)]
+    assert logged == [("val/zoom_heatmap", [str(path)], 250)]
     validate(callback, trainer_at(500)[0], rates(0.4))
     torch.testing.assert_close(drawn[1][0][ASKED], torch.full((3, 4), 0.4))  # nothing is left of the first
 

@@ -111,7 +111,7 @@ def records(folder):
         values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
         if "train/loss" in values:
             steps.append(json.loads(values["trainer/global_step"]))
-        images += any("val/zoom" in key for key in values)
+        images += any("val/zoom_heatmap" in key for key in values)
     return steps, config, images
 
 
