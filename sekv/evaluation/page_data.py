@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from sekv.errors import DataError
+from sekv.evaluation.diagnosis import CAUSES
 from sekv.evaluation.journal import PAIRED, RUN, SAMPLES, read_records
 from sekv.evaluation.records import Key, Record, summarise
 from sekv.evaluation.report import budget_label, format_bytes, how_compressed
@@ -32,7 +33,6 @@ class Answers:
     Attributes:
         folder: its path.
         records: every answer.
-        diagnoses: why an answer failed, where its line says so.
         run: what all answers have in common; empty when the folder does not say.
         differences: to the baseline; empty when none was named, or while answers are missing.
         finished: results were written, so no answer was missing then.
@@ -40,7 +40,6 @@ class Answers:
 
     folder: Path
     records: list[Record]
-    diagnoses: dict[Key, str]
     run: Row
     differences: list[Row]
     finished: bool
@@ -60,7 +59,6 @@ class Answers:
         return cls(
             folder,
             list(found.values()),
-            {key: text for path in files for key, text in _diagnoses(path)},
             _read_json(folder / RUN, dict),
             [{**row, "budget_label": budget_label(row["budget"])} for row in paired],
             (folder / "results.json").is_file(),
@@ -87,13 +85,6 @@ def _read_json(path: Path, kind: type) -> Any:
     if not isinstance(found, kind):
         raise DataError(f"{path} holds no {kind.__name__}; run the evaluation again to write it anew")
     return found
-
-
-def _diagnoses(path: Path) -> Iterable[tuple[Key, str]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-        told = json.loads(line)
-        if told.get("diagnosis"):
-            yield Key(told["task"], told["seed"], told["index"], told["policy"], told["budget"]), str(told["diagnosis"])
 
 
 def family_and_length(task: str) -> tuple[str, int | None]:
@@ -207,7 +198,7 @@ def failures(answers: Answers, traced: dict[Key, int]) -> tuple[list[Row], int]:
             "answers": list(record.answers),
             "output": record.output,
             "full_score": reference.get(record.key[:3]) if record.policy != _REFERENCE else None,
-            "diagnosis": answers.diagnoses.get(record.key),
+            "diagnosis": _diagnosis_in_words(record.diagnosis),
             "trace": traced.get(record.key),
         }
         for record in _spread(wrong)[:_MOST_FAILURES]
@@ -222,3 +213,7 @@ def _spread(records: list[Record]) -> list[Record]:
     groups = [list(group) for _, group in groupby(records, key=lambda record: record.task)]
     share = -(-_MOST_FAILURES // len(groups))
     return [record for group in groups for record in group[:share]]
+
+
+def _diagnosis_in_words(cause: str | None) -> str | None:
+    return f"{cause}: {CAUSES[cause]}" if cause in CAUSES else cause

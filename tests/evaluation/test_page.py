@@ -13,6 +13,7 @@ import pytest
 
 from sekv.cli import main
 from sekv.errors import DataError
+from sekv.evaluation.diagnosis import CAUSES
 from sekv.evaluation.page import write_page
 from sekv.evaluation.page_data import Answers, failures, family_and_length, needle_grids, result_rows
 from sekv.evaluation.page_traces import viewer_data, zoom_rates
@@ -153,15 +154,16 @@ def test_failed_samples_come_with_what_is_known_of_them(tmp_path: Path) -> None:
         *make_records(),
         make_record("ppl:512", 0, "full", 0.1, 50.0, metric="perplexity", ppl_ratio=2.0, nll=1.0),
     ]
-    answers = Answers.read(write_folder(tmp_path / "out", records, diagnosis="not zoomed"))
+    answers = Answers.read(write_folder(tmp_path / "out", records, diagnosis="router"))
     rows, left_out = failures(answers, {KEY._replace(number=2): 7})
     wrong = [r for r in records if r.score < 100 and r.metric != "perplexity"]
     assert len(rows) == len(wrong) > 0
     assert left_out == 0
-    assert {row["diagnosis"] for row in rows} == {"not zoomed"}
+    assert {row["diagnosis"] for row in rows} == {f"router: {CAUSES['router']}"}
     assert {row["full_score"] for row in rows} == {100.0}
     assert [row["trace"] for row in rows if row["trace"] is not None] == [7]
-    assert all(row["diagnosis"] is None for row in failures(replace(answers, diagnoses={}), {})[0])
+    plain = Answers.read(write_folder(tmp_path / "plain", records))
+    assert all(row["diagnosis"] is None for row in failures(plain, {})[0])
 
 
 def test_a_long_list_of_failures_is_cut_fairly(tmp_path: Path) -> None:
