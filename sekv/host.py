@@ -173,7 +173,7 @@ class FactorBank:
             order = torch.from_numpy(ranges(first, length)).to(device)
             rows = torch.cat([rows, built.flatten(0, 1).to(self._dtype)]).index_select(0, order)
         key, value = rows.split(len(rows) // 2)
-        return key, value, moved * self._raw.element_size()
+        return key, value, moved
 
     def _factors(
         self, length: Index, rank: Index, left_at: Index, right_at: Index, device: torch.device
