@@ -80,9 +80,10 @@ class SegmentationConfig:
         exact, longest = self.sinks + self.tail, -(-region // pieces)
         if not self.merges:
             return exact + pieces + max(0, longest - 1)
-        # The summaries' share grows with the budget: the smallest that leaves room for one span.
-        rows = exact + longest + 1
-        while rows - self.summary_rows(rows, pieces) < exact + longest:
+        # The summaries' share grows with the budget: the smallest that leaves room for one span, from just below it.
+        needed = exact + longest
+        rows = max(needed + 1, min(needed + pieces, int((needed - 1) / (1 - self.summary_share))))
+        while rows - self.summary_rows(rows, pieces) < needed:
             rows += 1
         return rows
 
