@@ -436,7 +436,7 @@ def _stream_answer(options: argparse.Namespace, budget: Any, context: str) -> An
     with errors.status("reading the context"):
         memory = read_context(backbone, memory_ids(prompt, options.query_aware), [policy])
     torch.manual_seed(options.seed)
-    sampling = {"do_sample": True, "temperature": options.temperature or 1.0} if options.sample else {}
+    sampling: dict[str, Any] = {"do_sample": True, "temperature": options.temperature or 1.0} if options.sample else {}
     return ask(
         memory,
         policy,

@@ -52,16 +52,18 @@ class ZoomRecorder:
         exact[segmentation.exact_index[0][segmentation.exact_mask[0]].cpu()] = True
         zoomed = torch.stack(list(chosen.values()))[..., real]
         return Trace(
-            *(token_texts(tokenizer, ids) for ids in (context_ids, question_ids, answer_ids)),
-            list(context_ids),
-            list(question_ids),
-            list(answer_ids),
-            exact.numpy(),
-            segmentation.span_start[0].cpu()[real].numpy(),
-            segmentation.span_length[0].cpu()[real].numpy(),
-            list(chosen),
-            "kv" if zoomed.shape[1] == self._store.exact.key.shape[1] else "query",
-            zoomed.numpy(),
+            context=token_texts(tokenizer, context_ids),
+            question=token_texts(tokenizer, question_ids),
+            answer=token_texts(tokenizer, answer_ids),
+            context_ids=list(context_ids),
+            question_ids=list(question_ids),
+            answer_ids=list(answer_ids),
+            exact=exact.numpy(),
+            span_start=segmentation.span_start[0].cpu()[real].numpy(),
+            span_length=segmentation.span_length[0].cpu()[real].numpy(),
+            layers=list(chosen),
+            heads="kv" if zoomed.shape[1] == self._store.exact.key.shape[1] else "query",
+            zoomed=zoomed.numpy(),
         )
 
 
