@@ -86,7 +86,7 @@ def test_a_padded_batch_equals_single_rows(tiny_backbone):
             input_ids=later[:, at - size : at],
             position_ids=positions,
             attention_mask=torch.cat([mask, real[:, :at]], dim=1).long(),
-            past_key_values=cache,
+            cache=cache,
         ).last_hidden_state
     for i in range(2):
         whole = torch.cat([contexts[i], laters[i]], dim=1)
