@@ -11,7 +11,7 @@ from sekv.adapter import SeKVAdapter
 from sekv.attention import RowSet, log_sum
 from sekv.backbone import Backbone
 from sekv.budget import Budget
-from sekv.memory import SpanTokens, span_rows, summarise
+from sekv.memory import SpanTokens, span_rows, summarise, token_rows
 from sekv.policies.sekv import SeKVPolicy
 from sekv.prefill import Prefill
 from sekv.routing import routing_logits, summary_norm
@@ -124,18 +124,16 @@ def make_example(
 def _index_keys(rows: Tensor, tokens: SpanTokens, weights: Tensor, index: str) -> Tensor:
     if index == "summary":
         return summarise(rows, tokens, weights).float()
-    slot = tokens.slot[:, None, :, None].expand(-1, rows.shape[1], -1, rows.shape[-1])
     # Half the memory of many documents; the routers' own entries have 8 bits later on.
     limit = torch.finfo(torch.float16).max
-    return rows.flatten(2, 3).gather(2, slot).clamp(-limit, limit).half()
+    return token_rows(rows, tokens).clamp(-limit, limit).half()
 
 
 def _rest(document: Prefill, layer: int, query: Tensor, plan: SpanPlan, mined: Tensor, window: int) -> Tensor:
     """Log-sum over exact context rows and the window as far as each query sees it [1, H, M]."""
     key = document.key_value(layer)[0]
     n_context, n_exact = document.n_tokens - window, plan.segmentation.exact_index.shape[1]
-    index = plan.segmentation.exact_index[:, None, :, None].expand(-1, key.shape[1], -1, key.shape[-1])
-    seen = torch.cat([key.gather(2, index), key[:, :, n_context:]], dim=2)
+    seen = torch.cat([plan.segmentation.exact_rows(key), key[:, :, n_context:]], dim=2)
     visible = torch.ones(1, mined.shape[1], seen.shape[2], dtype=torch.bool, device=key.device)
     visible[:, :, n_exact:] = torch.arange(window, device=key.device) <= mined[..., None]
     return log_sum(

@@ -203,6 +203,7 @@ def _layer_terms(
         span_mass = mass[..., n_exact:-1]
         measured = router_recall(trace, span_mass, mined) if recall else {}
     student = torch.cat([trace.exact_mass, trace.span_mass, trace.window_mass[..., None]], dim=-1)
+    share = None if trace.log_share is None else take_queries(trace.log_share, mined)
     bases = ((trace.sigma_key, trace.gate_key), (trace.sigma_value, trace.gate_value))
 
     def mean_of(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
@@ -212,7 +213,7 @@ def _layer_terms(
     expanded = losses.masked_mean(trace.expand.detach(), mask[:, None, None])
     return {
         "attention": losses.distill_attention(mass, take_queries(student, mined)),
-        "zoom": zoom_loss(trace.log_share, trace.alpha_logit, mined, span_mass, mask, config),
+        "zoom": zoom_loss(share, take_queries(trace.alpha_logit, mined), span_mass, mask, config),
         "recon": mean_of(losses.recon),
         "budget": rows + config.rank * mean_of(losses.expected_rank),
         "expansion": expanded,
@@ -224,7 +225,6 @@ def _layer_terms(
 def zoom_loss(
     log_share: Tensor | None,
     alpha_logit: Tensor,
-    mined: Tensor,
     span_mass: Tensor,
     span_mask: Tensor,
     config: LossConfig,
@@ -232,17 +232,16 @@ def zoom_loss(
     """The zoom loss of the configured labels [B].
 
     Args:
-        log_share: the router's expected shares [B, H, Q, S], or None with an index of summaries.
-        alpha_logit: logit of alpha_S [B, H, Q, S].
-        mined: window positions of the mined queries [B, M].
-        span_mass: teacher's mass per span at the mined queries [B, H, M, S].
+        log_share: the router's expected shares at the mined queries [B, H, M, S], or None with an index of summaries.
+        alpha_logit: logit of alpha_S [B, H, M, S].
+        span_mass: teacher's mass per span [B, H, M, S].
         span_mask: True for real spans [B, S].
         config: which labels.
     """
     if config.labels == "share" and log_share is not None:
-        return losses.zoom_shares(take_queries(log_share, mined), span_mass, span_mask)
+        return losses.zoom_shares(log_share, span_mass, span_mask)
     targets = losses.zoom_targets(span_mass, config)
-    return losses.zoom(take_queries(alpha_logit, mined), targets, span_mask, config.positive)
+    return losses.zoom(alpha_logit, targets, span_mask, config.positive)
 
 
 def teacher_mass(document: Prefill, layer: int, cut: Segmentation, mined: Tensor, window: int) -> Tensor:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from sekv.adapter import SHARE_BIAS, SeKVAdapter
 from sekv.routing import group_max, group_sum, select_spans
-from train import losses
 from train.errors import ConfigError
 from train.examples import RouterExample
 from train.losses import LossConfig
+from train.objective import zoom_loss
 
 _STARTING_BIAS = {"tokens": SHARE_BIAS, "summary": -4.0}  # of the logits: few spans hold much of a head's attention
 _SMALLEST_VARIANCE = 1e-4  # of a query direction, relative to the largest
@@ -95,7 +95,7 @@ def _minimise(
         chosen = torch.randperm(whole.query.shape[2], generator=generator)[: config.queries]
         example = whole.at(chosen.to(whole.query.device))
         with torch.enable_grad():
-            loss = _loss(adapter, example, loss_config)
+            loss = zoom_loss(*example.logits(adapter), example.span_mass, example.length > 0, loss_config).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -103,14 +103,6 @@ def _minimise(
         if on_step is not None:
             on_step(step, float(loss.detach()))
     optimizer.zero_grad()
-
-
-def _loss(adapter: SeKVAdapter, example: RouterExample, config: LossConfig) -> Tensor:
-    share, logits = example.logits(adapter)
-    mask = example.length > 0
-    if config.labels == "share" and share is not None:
-        return losses.zoom_shares(share, example.span_mass, mask).mean()
-    return losses.zoom(logits, losses.zoom_targets(example.span_mass, config), mask, config.positive).mean()
 
 
 @torch.no_grad()

@@ -468,8 +468,7 @@ class DifferentiableSpanStore(SpanStore):
         memory, tokens, turn = self.memory, self.plan.tokens, self.plan.turn
         keys = rebuild_rows(memory.key_basis, key_gate, memory.raw_key, self._length, turn, memory.raw_cost)
         values = rebuild_rows(memory.value_basis, value_gate, memory.raw_value, self._length, raw_cost=memory.raw_cost)
-        slot = tokens.slot[:, None, :, None].expand(-1, keys.shape[1], -1, keys.shape[-1])
-        key, value = (x.flatten(2, 3).gather(2, slot) for x in (keys, values))
+        key, value = (token_rows(x, tokens) for x in (keys, values))
         gate = self._per_group(expand)
         span = tokens.span[:, None, None, None].expand(*gate.shape[:4], -1)
         row_sets = [
