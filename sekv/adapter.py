@@ -37,9 +37,10 @@ class SeKVConfig:
         index: what a router knows of a span: `tokens`, a projected key of each of its tokens, or `summary`, the
             projected summary key alone (the paper's).
         routing_dim: d_r, rows of each head's projection.
-        max_rank: r_max, most components kept of a span's keys and of its values.
-        basis_bits: how the host stores bases: 8 for whole numbers with one step per component, 0 for the backbone's
-            dtype.
+        max_rank: r_max, most components kept of a span's keys and of its values; spans that so many components would
+            not make smaller are not factored.
+        basis_bits: how the host stores bases and raw rows: 8 for whole numbers with one step per component and per raw
+            row, 0 for the backbone's dtype.
         gate_hidden: width of the rank gate's hidden layer.
         alpha: anchors are tokens whose surprisal exceeds mean + alpha * standard deviation.
         min_span: shorter spans stay exact, in tokens.

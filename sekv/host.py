@@ -38,13 +38,11 @@ class BankSide:
         raw: the spans' rows [B, K, S, L, d]; anything beyond a span's length.
         basis: U, sigma, V^T of the rows; None keeps all spans raw.
         gate: g [B, K, S, r] in [0, 1], with `basis`.
-        raw_cost: as in `SpanMemory`.
     """
 
     raw: Tensor
     basis: Basis | None = None
     gate: Tensor | None = None
-    raw_cost: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -57,10 +55,10 @@ class _Packed:
 
 
 class FactorBank:
-    """All spans of one layer, keys and values: factors where they are smaller, raw rows where they are not.
+    """All spans of one layer, keys and values: factors where a span has a basis, raw rows where it has none.
 
-    Factors of rank r cost r (|S| + d) numbers against |S| d raw ones, so short spans stay raw. Everything is flat: no
-    span pays for a longer one. Entries are numbered (side, batch, KV head, span), row-major; side 0 holds the keys.
+    Everything is flat: no span pays for a longer one. Entries are numbered (side, batch, KV head, span), row-major;
+    side 0 holds the keys.
 
     Args:
         key: what the keys are stored from.
@@ -68,8 +66,8 @@ class FactorBank:
         length: tokens per span [B, S].
         turn: rotation that each token of a factored key still needs, by its place in the span: cos and sin [L, rot]
             float32; None when the factors give the keys as they are.
-        keep_raw: store raw rows where factors are not smaller; False forces factors (to measure them).
-        bits: 8 stores factors as whole numbers with one step per component; None in the dtype of the raw rows.
+        bits: 8 stores whole numbers, with one step per component of a basis and per raw row; None in the dtype of the
+            raw rows.
     """
 
     def __init__(
@@ -78,28 +76,28 @@ class FactorBank:
         value: BankSide,
         length: Tensor,
         turn: tuple[Tensor, Tensor] | None = None,
-        keep_raw: bool = True,
         bits: int | None = None,
     ) -> None:
-        sides = [_pack(side, length, keep_raw, bits) for side in (key, value)]
+        sides = [_pack(side, length, bits) for side in (key, value)]
         kv_heads, self.dim = key.raw.shape[1], key.raw.shape[-1]
         self._dtype = key.raw.dtype
         zero = sides[0].right.new_zeros(1, self.dim)
         # One number and one row of zeros at the end: where a padded index points to.
         left = torch.cat([*(s.left for s in sides), zero[0, :1]])
         right = torch.cat([*(s.right for s in sides), zero])
+        raw = torch.cat([s.raw for s in sides])
         self._step: Tensor | None = None
+        self._raw_step: Tensor | None = None
         if bits is None:
             left, right = left.to(self._dtype), right.to(self._dtype)
         else:
             # The steps of U are folded into those of its component's row, so that one number per component is kept.
             left_step = torch.cat([*(s.left_step for s in sides), zero[0, :1]])
-            step = right.abs().amax(dim=1).clamp_min(1e-12) / 127
-            right = (right / step[:, None]).round()
-            left, right = left.to(torch.int8), right.to(torch.int8)
-            self._step = to_host(step * left_step)
-        self._left, self._right = to_host(left), to_host(right)
-        self._raw = to_host(torch.cat([s.raw for s in sides]))
+            right, step = _quantised(right)
+            left, self._step = left.to(torch.int8), to_host(step * left_step)
+            raw, raw_step = _quantised(raw.float())
+            self._raw_step = to_host(raw_step)
+        self._left, self._right, self._raw = to_host(left), to_host(right), to_host(raw)
         self._turn = turn
         rank = torch.cat([s.rank for s in sides])
         tokens = length[:, None].expand(-1, kv_heads, -1).flatten().repeat(2)
@@ -124,6 +122,8 @@ class FactorBank:
         """A bank of the spans of this one and, behind them in every batch row and KV head, of another."""
         twin = copy.copy(self)
         twin._raw = _joined_on_host(self._raw, other._raw)
+        if self._raw_step is not None and other._raw_step is not None:
+            twin._raw_step = _joined_on_host(self._raw_step, other._raw_step)
         # The last number and the last row are the zeros for padded indices: one of each is enough.
         twin._left = _joined_on_host(self._left[:-1], other._left)
         twin._right = _joined_on_host(self._right[:-1], other._right)
@@ -153,9 +153,7 @@ class FactorBank:
         entries = np.concatenate((spans, spans + self.n_entries))
         length, rank, raw_at, left_at, right_at = self._at[:, entries]
         raw, factored = np.flatnonzero(rank < 0), np.flatnonzero(rank >= 0)
-        rows = self._raw.index_select(0, torch.from_numpy(ranges(raw_at[raw], length[raw])))
-        moved = rows.numel() * rows.element_size()
-        rows = rows.to(device, non_blocking=True)
+        rows, moved = self._raw_rows(torch.from_numpy(ranges(raw_at[raw], length[raw])), device)
         if len(factored):
             left, right, crossed = self._factors(
                 length[factored], rank[factored], left_at[factored], right_at[factored], device
@@ -174,6 +172,17 @@ class FactorBank:
             rows = torch.cat([rows, built.flatten(0, 1).to(self._dtype)]).index_select(0, order)
         key, value = rows.split(len(rows) // 2)
         return key, value, moved
+
+    def _raw_rows(self, index: Tensor, device: torch.device) -> tuple[Tensor, int]:
+        """Raw rows [P, d] on the compute tier, and the bytes that crossed."""
+        rows = self._raw.index_select(0, index)
+        moved = rows.numel() * rows.element_size()
+        rows = rows.to(device, non_blocking=True)
+        if self._raw_step is None:
+            return rows, moved
+        step = self._raw_step.index_select(0, index)
+        moved += step.numel() * step.element_size()
+        return (rows * step.to(device, non_blocking=True)[:, None]).to(self._dtype), moved
 
     def _factors(
         self, length: Index, rank: Index, left_at: Index, right_at: Index, device: torch.device
@@ -202,7 +211,7 @@ class FactorBank:
 
     def tensors(self) -> list[Tensor]:
         """The live tensors, index tables included, for byte counts."""
-        steps = [] if self._step is None else [self._step]
+        steps = [x for x in (self._step, self._raw_step) if x is not None]
         return [self._left, self._right, self._raw, self._table, *steps]
 
 
@@ -217,17 +226,23 @@ def ranges(start: Index, length: Index) -> Index:
     return np.arange(length.sum()) + np.repeat(start - length.cumsum() + length, length)
 
 
-def _pack(side: BankSide, length: Tensor, keep_raw: bool, bits: int | None) -> _Packed:
+def _quantised(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [n, d] in 8 bits, and what one unit of each row is worth [n]."""
+    step = rows.abs().amax(dim=1).clamp_min(1e-12) / 127
+    return (rows / step[:, None]).round().to(torch.int8), step
+
+
+def _pack(side: BankSide, length: Tensor, bits: int | None) -> _Packed:
     """One side's spans as flat tensors."""
     raw = side.raw
     token = torch.arange(raw.shape[-2], device=raw.device) < length[:, None, :, None]  # [B, 1, S, L]
     token = token.expand(raw.shape[:-1])
-    if side.basis is None or side.gate is None:
+    if side.basis is None or side.gate is None or not bool((side.basis[1] > 0).any()):
         rank = -token[..., 0].long()
         none = torch.zeros(0, device=raw.device)
         return _Packed(none, none.view(0, 1).expand(0, raw.shape[-1]), none, raw[token], rank.flatten())
     left, sigma, right = side.basis
-    kept, stays_raw = components_kept(side.gate, sigma, length, raw.shape[-1], keep_raw, side.raw_cost)
+    kept, stays_raw = components_kept(side.gate, sigma)
     order = (~kept).int().argsort(dim=-1, stable=True)  # kept components first, still by singular value
     kept = kept.gather(-1, order)
     left = left.gather(-1, order[..., None, :].expand_as(left))  # [B, K, S, L, r]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -113,7 +114,6 @@ class SpanMemory:
         value_basis: of the values.
         key_gate: g [B, K, S, r]; differentiable when the rank gate is.
         value_gate: g for the values.
-        raw_cost: bytes of a raw number over those of a number of a basis: decides which spans stay raw.
     """
 
     summary_key: Tensor
@@ -124,7 +124,6 @@ class SpanMemory:
     value_basis: Basis
     key_gate: Tensor
     value_gate: Tensor
-    raw_cost: float = 1.0
 
 
 def build_memory(
@@ -135,7 +134,7 @@ def build_memory(
     max_rank: int,
     gate: RankGate | None = None,
     turn: Turn | None = None,
-    basis_bits: int | None = None,
+    shortest: int = 1,
 ) -> SpanMemory:
     """Builds summaries and bases, batched over batch rows, KV heads and spans.
 
@@ -147,7 +146,7 @@ def build_memory(
         max_rank: r_max.
         gate: rank gate; None keeps every component whole.
         turn: rotation to undo before keys are factored, from `span_turn`; None factors them as they are.
-        basis_bits: how bases will be stored: 8, or None for the dtype of `key`.
+        shortest: tokens of the shortest span that is factored; shorter ones stay raw (`shortest_factored`).
 
     Returns:
         The memory; only the gates carry a gradient.
@@ -157,18 +156,28 @@ def build_memory(
     with torch.no_grad():
         raw_key, raw_value = (span_rows(x, tokens) for x in (key, value))
         summary_key, summary_value = (summarise(x, tokens, weights) for x in (raw_key, raw_value))
-        to_factor = raw_key.float()
-        if turn is not None:
-            to_factor = unrotate(to_factor, *turn)  # zero rows stay zero
-        key_basis, value_basis = (_factor(x, max_rank) for x in (to_factor, raw_value.float()))
+        chosen = tokens.padded_mask.sum(-1) >= shortest  # [B, S]
+        if bool(chosen.any()):
+            to_factor = raw_key.float()
+            if turn is not None:
+                to_factor = unrotate(to_factor, *turn)  # zero rows stay zero
+            key_basis, value_basis = (_factor(x, chosen, max_rank) for x in (to_factor, raw_value.float()))
+        else:
+            key_basis, value_basis = (_no_basis(x, max_rank) for x in (raw_key, raw_value))
     if gate is None:
         key_gate, value_gate = torch.ones_like(key_basis[1]), torch.ones_like(value_basis[1])
     else:
         key_gate, value_gate = gate(key_basis[1], summary_key), gate(value_basis[1], summary_key)
-    raw_cost = 1.0 if basis_bits is None else 8.0 * key.element_size() / basis_bits
-    return SpanMemory(
-        summary_key, summary_value, raw_key, raw_value, key_basis, value_basis, key_gate, value_gate, raw_cost
-    )
+    return SpanMemory(summary_key, summary_value, raw_key, raw_value, key_basis, value_basis, key_gate, value_gate)
+
+
+def shortest_factored(max_rank: int, dim: int) -> int:
+    """Tokens from which on a basis of rank `max_rank` is smaller than the rows it stands for.
+
+    Rank r costs r (|S| + d) numbers, raw rows |S| d, both stored alike. Training and inference follow the same rule. At
+    rank 24 of 64 dimensions only spans of 39 tokens or more are worth factoring.
+    """
+    return max_rank * dim // (dim - max_rank) + 1 if max_rank < dim else sys.maxsize
 
 
 def summarise(rows: Tensor, tokens: SpanTokens, weights: Tensor) -> Tensor:
@@ -210,62 +219,57 @@ def _summary_shares(weights: Tensor, tokens: SpanTokens) -> Tensor:
     return picked / picked.sum(-1, keepdim=True).clamp_min(1e-12)
 
 
-def _factor(rows: Tensor, max_rank: int) -> Basis:
-    """Truncated SVD of each span; a span that is not finite gets zero singular values (and stays raw in the store)."""
-    finite = rows.isfinite().all(dim=-1).all(dim=-1)
-    left, sigma, right = truncated_svd(torch.where(finite[..., None, None], rows, 0.0), max_rank)
+def _factor(rows: Tensor, chosen: Tensor, max_rank: int) -> Basis:
+    """Truncated SVD of the chosen spans; the others, and what is not finite, get zero singular values and stay raw.
+
+    Args:
+        rows: [B, K, S, L, d] float32.
+        chosen: spans to factor [B, S].
+        max_rank: r_max.
+    """
+    usable = rows.isfinite().all(dim=-1).all(dim=-1) & chosen[:, None]
+    left, sigma, right = truncated_svd(torch.where(usable[..., None, None], rows, 0.0), max_rank)
     return left, sigma, right
 
 
-def rebuild_rows(
-    basis: Basis, gate: Tensor, raw: Tensor, length: Tensor, turn: Turn | None = None, raw_cost: float = 1.0
-) -> Tensor:
-    """All spans' rows at the gated rank, for training: sum_i g_i sigma_i u_i v_i^T, raw where factors are not smaller.
+def _no_basis(rows: Tensor, max_rank: int) -> Basis:
+    """What `_factor` gives when it factors none of the rows [B, K, S, L, d]; takes no memory."""
+    *spans, longest, dim = rows.shape
+    zero = torch.zeros(1, device=rows.device)
+    rank = min(max_rank, longest, dim)
+    return zero.expand(*spans, longest, rank), zero.expand(*spans, rank), zero.expand(*spans, rank, dim)
+
+
+def rebuild_rows(basis: Basis, gate: Tensor, raw: Tensor, turn: Turn | None = None) -> Tensor:
+    """All spans' rows at the gated rank, for training: sum_i g_i sigma_i u_i v_i^T, raw where there is no basis.
 
     Args:
         basis: of all spans.
         gate: g [B, K, S, r].
         raw: raw rows [B, K, S, L, d].
-        length: tokens per span [B, S].
         turn: what was undone before the keys were factored.
-        raw_cost: as in `SpanMemory`.
 
     Returns:
         [B, K, S, L, d] in the dtype of `raw`.
     """
     left, sigma, right = basis
-    kept, stays_raw = components_kept(gate, sigma, length, raw.shape[-1], raw_cost=raw_cost)
+    kept, stays_raw = components_kept(gate, sigma)
+    if bool(stays_raw.all()):
+        return raw
     rows = (left * (gate * kept * sigma)[..., None, :]) @ right
     if turn is not None:
         rows = rotate(rows, *turn)
     return torch.where(stays_raw[..., None, None], raw, rows.to(raw.dtype))
 
 
-def components_kept(
-    gate: Tensor, sigma: Tensor, length: Tensor, dim: int, keep_raw: bool = True, raw_cost: float = 1.0
-) -> tuple[Tensor, Tensor]:
-    """Which components of a basis are worth storing, and which spans are cheaper as raw rows.
-
-    Rank r costs r (|S| + d) numbers, raw rows |S| d, each worth `raw_cost` of the others. Training and inference follow
-    the same rule.
+def components_kept(gate: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+    """Which components of a basis are worth storing, and which spans have none and stay raw.
 
     Args:
         gate: g [B, K, S, r].
-        sigma: singular values [B, K, S, r].
-        length: tokens per span [B, S].
-        dim: head dimension d.
-        keep_raw: allow raw rows; False forces factors (to measure them).
-        raw_cost: as in `SpanMemory`.
+        sigma: singular values [B, K, S, r]; all zero where a span was not factored.
 
     Returns:
-        Components kept [B, K, S, r], none for raw spans; and raw spans [B, K, S].
+        Components kept [B, K, S, r], and raw spans [B, K, S].
     """
-    length = length[:, None]
-    kept = (gate > _GATE_FLOOR) & (sigma > 0) & (length > 0)[..., None]
-    rank = kept.sum(-1)
-    # What could not be factored (not finite) has no singular values and stays raw whatever was asked.
-    stays_raw = sigma[..., 0] == 0
-    if keep_raw:
-        stays_raw = stays_raw | (rank * (length + dim) >= raw_cost * length * dim)
-    stays_raw = stays_raw & (length > 0)
-    return kept & ~stays_raw[..., None], stays_raw
+    return (gate > _GATE_FLOOR) & (sigma > 0), sigma[..., 0] == 0

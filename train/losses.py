@@ -227,7 +227,7 @@ def effective_rank(sigma: Tensor, gate: Tensor, span_mask: Tensor) -> Tensor:
     Returns:
         components [B], averaged over KV heads and real spans; 0 for a document without spans.
     """
-    return masked_mean((gate * (sigma > 0)).sum(dim=-1), span_mask[:, None])
+    return masked_mean((gate * (sigma > 0)).sum(dim=-1), span_mask[:, None] & (sigma[..., 0] > 0))
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

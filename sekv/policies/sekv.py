@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from sekv.adapter import SeKVAdapter, SeKVConfig
 from sekv.budget import Budget
 from sekv.cache import CompressedCache
 from sekv.errors import BudgetError, PolicyError
-from sekv.memory import SpanTokens, build_memory, span_turn
+from sekv.memory import SpanTokens, build_memory, shortest_factored, span_turn
 from sekv.policies.base import Policy, check_minimum, compress
 from sekv.prefill import Prefill
 from sekv.routing import ROUTINGS
@@ -34,7 +35,8 @@ class SeKVPolicy(Policy):
         routing: `learned`, `mean` (untrained inner product) or `oracle` (the teacher's own mass; evaluation only).
         fill: zoom into spans below their threshold too while rows are left; always so for `mean` and `oracle`.
         keep_raw: keep raw rows of a span where factors are not smaller; False forces factors.
-        exact_spans: keep all spans raw, so that zooming gives their exact rows (to see what bases cost).
+        exact_spans: keep all spans raw, in the backbone's dtype, so that zooming gives their exact rows (to see what
+            bases and 8 bits cost).
         alpha: anchors are tokens whose surprisal exceeds mean + alpha * standard deviation.
         min_span: shorter spans stay exact, in tokens.
         max_span: longer spans are split, in tokens.
@@ -45,7 +47,7 @@ class SeKVPolicy(Policy):
         anchors: keep anchors exact.
         summary_weights: `surprisal` or `uniform`.
         max_rank: most components used of a basis.
-        basis_bits: 8 stores bases as whole numbers, 0 in the backbone's dtype.
+        basis_bits: 8 stores what is on the host as whole numbers, 0 in the backbone's dtype.
         rope: factor keys `pre` or `post` rotation.
         share_group: heads of a KV group share the union of their spans; `mean` and `oracle` always route by group.
         zoom: False never zooms.
@@ -125,23 +127,23 @@ class SeKVPolicy(Policy):
     def compress(self, prefill: Prefill, layer: int, plan: SpanPlan) -> Store:
         """Summaries and exact rows on the compute tier, bases on the host."""
         with torch.no_grad():
-            options = {"keep_raw": self.keep_raw, "basis_bits": self._config.basis_bits or None}
-            return self._store(OffloadedSpanStore, prefill, layer, plan, build=self._builder(plan), **options)
+            bits = None if self.exact_spans else self._config.basis_bits or None
+            return self._store(OffloadedSpanStore, prefill, layer, plan, build=self._builder(plan, prefill), bits=bits)
 
-    def _builder(self, plan: SpanPlan) -> MemoryBuilder:
+    def _builder(self, plan: SpanPlan, prefill: Prefill) -> MemoryBuilder:
+        dim = prefill.backbone.geometry.head_dim
+        shortest = shortest_factored(self._config.max_rank, dim) if self.keep_raw else 1
         return partial(
             build_memory,
             max_rank=self._config.max_rank,
             gate=None if self.adapter is None else self.adapter.gate,
             turn=plan.turn,
-            basis_bits=self._config.basis_bits or None,
+            shortest=sys.maxsize if self.exact_spans else shortest,
         )
 
     def _store(self, kind: type, prefill: Prefill, layer: int, plan: SpanPlan, **options: Any) -> Store:
         key, value = prefill.key_value(layer)
-        memory = self._builder(plan)(key, value, plan.tokens, self.token_weights(prefill))
-        if self.exact_spans:
-            memory = replace(memory, raw_cost=0.0)
+        memory = self._builder(plan, prefill)(key, value, plan.tokens, self.token_weights(prefill))
         router = None if self.adapter is None else self.adapter.router(layer)
         routing = Routing(
             mode=self.routing,

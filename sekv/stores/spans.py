@@ -209,8 +209,7 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         memory: summaries and bases of the spans.
         plan: partition and rows left for zooming.
         routing: how spans are chosen.
-        keep_raw: store raw rows where factors are not smaller; False forces factors.
-        basis_bits: 8 for bases of whole numbers; None keeps them in the dtype of the keys.
+        bits: 8 stores spans on the host as whole numbers; None in the dtype of the keys.
         build: makes the memory of later tokens when they leave the tail, from keys, values, their spans and summary
             weights; None forgets them.
     """
@@ -222,12 +221,11 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         memory: SpanMemory,
         plan: SpanPlan,
         routing: Routing,
-        keep_raw: bool = True,
-        basis_bits: int | None = None,
+        bits: int | None = None,
         build: MemoryBuilder | None = None,
     ) -> None:
         super().__init__(key, value, memory, plan, routing)
-        self._keep_raw, self._basis_bits, self._build = keep_raw, basis_bits, build
+        self._bits, self._build = bits, build
         self._block: FoldedBlock | None = None
         bank = self._bank(memory, self._length)
         sharers = 1 if routing.share_group or routing.router is None else routing.router.bias.shape[0] // key.shape[1]
@@ -250,12 +248,11 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
 
     def _bank(self, memory: SpanMemory, length: Tensor) -> FactorBank:
         return FactorBank(
-            BankSide(memory.raw_key, memory.key_basis, memory.key_gate, memory.raw_cost),
-            BankSide(memory.raw_value, memory.value_basis, memory.value_gate, memory.raw_cost),
+            BankSide(memory.raw_key, memory.key_basis, memory.key_gate),
+            BankSide(memory.raw_value, memory.value_basis, memory.value_gate),
             length,
             self.plan.turn,
-            self._keep_raw,
-            self._basis_bits,
+            self._bits,
         )
 
     @torch.no_grad()
@@ -466,8 +463,8 @@ class DifferentiableSpanStore(SpanStore):
             The output [B, H, Q, d], the mass on exact rows and window [B, H, Q, E], and that on spans [B, H, Q, S].
         """
         memory, tokens, turn = self.memory, self.plan.tokens, self.plan.turn
-        keys = rebuild_rows(memory.key_basis, key_gate, memory.raw_key, self._length, turn, memory.raw_cost)
-        values = rebuild_rows(memory.value_basis, value_gate, memory.raw_value, self._length, raw_cost=memory.raw_cost)
+        keys = rebuild_rows(memory.key_basis, key_gate, memory.raw_key, turn)
+        values = rebuild_rows(memory.value_basis, value_gate, memory.raw_value)
         key, value = (token_rows(x, tokens) for x in (keys, values))
         gate = self._per_group(expand)
         span = tokens.span[:, None, None, None].expand(*gate.shape[:4], -1)

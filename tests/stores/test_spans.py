@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from sekv.backbone import Backbone
 from sekv.budget import Budget
 from sekv.cache import CompressedCache, StoreLayer
 from sekv.corpus import builtin_english
+from sekv.memory import shortest_factored
 from sekv.policies.base import compress
 from sekv.policies.sekv import SeKVPolicy, training_cache
 from sekv.prefill import prefill
@@ -250,6 +252,30 @@ def test_host_bytes_never_exceed_raw_rows(tiny_backbone):
     is_raw = store.reader.bank.is_raw[0].reshape(2, -1)[0]
     for length, kept in zip(lengths.tolist(), is_raw.tolist(), strict=True):
         assert kept == (8 * (length + 16) >= length * 16)
+
+
+@pytest.mark.parametrize("rank", [1, 8, 24, 63])
+def test_a_span_is_factored_from_the_length_on_at_which_that_is_smaller(rank):
+    shortest = shortest_factored(rank, 64)
+    smaller = [length for length in range(1, 64 * 64 + 2) if rank * (length + 64) < length * 64]
+    assert shortest == smaller[0]
+    assert shortest_factored(64, 64) > 10**9  # a full basis is never smaller
+
+
+@torch.no_grad()
+def test_raw_rows_in_8_bits_are_rows_to_half_a_step_and_a_quarter_of_their_size(tiny_backbone):
+    state = prefill(tiny_backbone, ids(1, 300))
+    whole, small = (
+        compress(state, SeKVPolicy(routing="mean", max_span=20, max_rank=16, basis_bits=bits), 0.3).stores[0]
+        for bits in (0, 8)
+    )
+    spans = np.arange(whole.reader.bank.n_entries)
+    key, value, moved = whole.reader.bank.fetch(spans, torch.device("cpu"))
+    key_8, value_8, moved_8 = small.reader.bank.fetch(spans, torch.device("cpu"))
+    for exact, rounded in ((key, key_8), (value, value_8)):
+        step = exact.abs().amax(dim=1, keepdim=True) / 127
+        assert bool(((exact - rounded).abs() <= 0.501 * step).all()) and not torch.equal(exact, rounded)
+    assert moved_8 == moved // 4 + 2 * len(key) * 4  # and a step for each row
 
 
 @torch.no_grad()
