@@ -21,7 +21,7 @@ from train.windows import smallest_context
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = CONFIGS / "smollm2-135m.yaml"
-FILES = sorted(CONFIGS.rglob("*.yaml"))
+FILES = sorted(path for path in CONFIGS.rglob("*.yaml") if path.parent.name != "reproduce")  # those are evaluations
 ABLATIONS = [path for path in FILES if path.parent.name == "ablations"]
 
 
