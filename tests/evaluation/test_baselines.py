@@ -11,7 +11,7 @@ from sekv.cli import main
 from sekv.evaluation.sweep import Sweep
 from sekv.policies.registry import available_policies
 
-FOLDER = Path(__file__).parents[2] / "configs" / "reproduce"
+FOLDER = Path(__file__).parents[2] / "configs" / "sweeps"
 SWEEPS = [FOLDER / "baselines.yaml", FOLDER / "baselines-query-aware.yaml"]
 
 
