@@ -70,8 +70,9 @@ a task is one of
                      max_new_tokens (64) and metric (match_all, match_any, qa_f1, rouge_l, ...)
 
 DIR gets samples.jsonl (every answer, as it comes), then results.json and results.csv (one entry per policy, task and
-  budget, with 95% bootstrap intervals) and scores.png. Killed and run again, the command goes on where it stopped;
-  more policies, budgets or tasks may be added to the same DIR. torchrun and SLURM share the work over processes."""
+  budget, with 95% bootstrap intervals), results.md (the scores as a table in Markdown) and scores.png. Killed and run
+  again, the command goes on where it stopped; more policies, budgets or tasks may be added to the same DIR. torchrun
+  and SLURM share the work over processes."""
 
 _SWEEP_EPILOG = """\
 the file, with its optional keys:

@@ -76,12 +76,20 @@ class ValidateEverySteps(Callback):
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
+        self._step = 0  # steps made by the end of the last batch
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """A run that resumes has made some."""
+        self._step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Mapping[str, Tensor], batch_idx: int
     ) -> None:
-        """Before Lightning looks whether it is time: in batches of the current accumulation."""
-        trainer.val_check_batch = self.steps * trainer.accumulate_grad_batches
+        """Before Lightning looks whether the count of batches is a multiple of `val_check_batch`."""
+        due = trainer.global_step != self._step and trainer.global_step % self.steps == 0
+        self._step = trainer.global_step
+        batches = trainer.fit_loop.epoch_loop.total_batch_idx + 1
+        trainer.val_check_batch = batches if due else batches + 1
 
 
 class TrainingBar(RichProgressBar):

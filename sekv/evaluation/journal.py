@@ -3,7 +3,7 @@
 run.json             what all answers of the folder have in common; another run is refused
 samples.jsonl        one line per answer; samples-RANK.jsonl while several processes share the work
 traces/              what the first samples zoomed into, when asked for
-results.json, .csv   written when every answer is there
+results.json, .csv   written when every answer is there, and results.md for documents
 paired.json, .csv    differences to the baseline, when one is named
 """
 
@@ -21,11 +21,13 @@ from typing import Any, TextIO
 from filelock import FileLock, Timeout
 
 from sekv.errors import DataError
+from sekv.evaluation.markdown import scores_markdown
 from sekv.evaluation.records import Difference, Key, Record, Result, paired_differences, replacing, summarise
 from sekv.evaluation.shards import WHOLE, Shard
 from sekv.evaluation.trace import TRACES, Trace
 
 RUN, SAMPLES, RESULTS, PAIRED = "run.json", "samples.jsonl", "results.json", "paired.json"
+MARKDOWN = "results.md"
 _SHARD_FILES = "samples-*.jsonl"
 
 
@@ -98,6 +100,8 @@ class Journal:
             shards = sorted(self.directory.glob(_SHARD_FILES))
             with ExitStack() as files:  # closed from the last to the first: results.json is replaced at the end
                 _write_tables(files, self.directory / RESULTS, results, Result)
+                document = files.enter_context(replacing(self.directory / MARKDOWN))
+                document.write_text(scores_markdown(results), encoding="utf-8")
                 if baseline is not None:
                     _write_tables(files, self.directory / PAIRED, paired_differences(records, baseline), Difference)
                 if shards:
@@ -116,7 +120,7 @@ class Journal:
         except Timeout:
             raise DataError(f"another process writes to {self.path}; wait for it, or give another --output") from None
         if self._discard:  # not earlier: a run that never answers leaves the old results
-            old = [RUN, SAMPLES, RESULTS, "results.csv", PAIRED, "paired.csv"]
+            old = [RUN, SAMPLES, RESULTS, "results.csv", MARKDOWN, PAIRED, "paired.csv"]
             traces = (self.directory / TRACES).glob("*")
             for path in (*(self.directory / name for name in old), *self.directory.glob(_SHARD_FILES), *traces):
                 path.unlink(missing_ok=True)

@@ -55,7 +55,7 @@ def results_table(results: Sequence[Result], task: str) -> Table:
         table.add_row(
             Text(result.policy),  # brackets of options are no markup
             budget_label(result.budget),
-            _score(result),
+            score_label(result),
             f"{result.rows:.0f}",
             *(format_bytes(b) for b in (result.resident_bytes, result.host_bytes, result.moved_bytes_per_token)),
             f"{result.seconds:.2f}",
@@ -77,7 +77,7 @@ def diagnosis_table(records: Iterable[Record]) -> Table:
     return table
 
 
-def _score(result: Result) -> str:
+def score_label(result: Result) -> str:
     """The mean score and its standard error, or the perplexity and its ratio to that of the full cache."""
     if result.perplexity is not None and result.ppl_ratio is not None:
         return f"{result.perplexity:.3g} ({result.ppl_ratio:.3f}x)"

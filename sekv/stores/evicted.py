@@ -58,10 +58,13 @@ class EvictedStore(Store):
         self.key_blocks, self.value_blocks = self._packed(key, value, keep, len(group))
         left = counts[group] - (torch.arange(len(group), device=keep.device) - first[group]) * self.block
         filled = torch.arange(self.block, device=keep.device) < left[:, None]
-        # Both are None when every group is exactly one full block.
-        self.group: Tensor | None = group if fewest != most else None  # [M]
+        # All are None when every group is exactly one full block.
+        self.group: Tensor | None = None  # [M]
         self.bias: Tensor | None = None  # 0, or -inf for empty places, float32 [M, 1, block]
+        self.members: Tensor | None = None  # 1 where a block is a group's, float32 [B*K, M]
         if fewest != most:
+            self.group, self._column = group, group[:, None]
+            self.members = torch.nn.functional.one_hot(group, len(counts)).T.contiguous().float()
             self.bias = torch.zeros(len(group), 1, self.block, device=keep.device)
             self.bias.masked_fill_(~filled[:, None], -torch.inf)
         self._kept = int(counts.sum())
@@ -126,8 +129,8 @@ class EvictedStore(Store):
             tail_logits.view(shape).masked_fill_(~tail_mask[:, :, None], -torch.inf)
         # The softmax of a group spans its blocks and its tail: one maximum, one total.
         largest = self._max_into(_amax(tail_logits), logits.amax(dim=-1))  # [B*K, G*Q]
-        tail_weights = (tail_logits - largest[..., None]).exp_()
-        weights = (logits - self._to_blocks(largest)[..., None]).exp_()
+        tail_weights = tail_logits.sub_(largest[..., None]).exp_()
+        weights = logits.sub_(self._to_blocks(largest)[..., None]).exp_()
         total = self._add_into(tail_weights.sum(dim=-1), weights.sum(dim=-1))
         output = self._add_into(tail_weights @ tail_value, weights @ self.value_blocks.float())  # [B*K, G*Q, dv]
         return (output / total[..., None]).to(query.dtype).reshape(batch, heads, n_queries, -1)
@@ -138,14 +141,20 @@ class EvictedStore(Store):
     def _max_into(self, per_group: Tensor, per_block: Tensor) -> Tensor:
         if self.group is None:
             return torch.maximum(per_group, per_block)
-        return per_group.scatter_reduce_(0, self.group[:, None].expand_as(per_block), per_block, "amax")
+        return per_group.scatter_reduce_(0, self._column.expand_as(per_block), per_block, "amax")
 
     def _add_into(self, per_group: Tensor, per_block: Tensor) -> Tensor:
-        return per_group.add_(per_block) if self.group is None else per_group.index_add_(0, self.group, per_block)
+        if self.members is None:
+            return per_group.add_(per_block)
+        # One small product: adding by index takes a step per block, and an order of its own on accelerators.
+        if per_group.dim() == 2:
+            return per_group.addmm_(self.members, per_block)
+        per_group.flatten(1).addmm_(self.members, per_block.flatten(1))
+        return per_group
 
     def resident_tensors(self) -> list[Tensor | None]:
         """Kept rows, their index, and the tail."""
-        tables = [self.group, self.bias, self.rows_per_head, self._first]
+        tables = [self.group, self.bias, self.members, self.rows_per_head, self._first]
         return [self.key_blocks, self.value_blocks, *tables, *self.exact.tensors()]
 
 

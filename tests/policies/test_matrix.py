@@ -19,6 +19,7 @@ from tests.policies.specs import EVICTING, SMALLEST_SHARE, plain_prefill, randn
 BUDGETS = (1.0, 0.5, 0.1)
 CASES = [(spec, share) for spec, smallest in SMALLEST_SHARE.items() for share in BUDGETS if share >= smallest]
 N = 130
+LONG = 1000
 
 
 def ids(*shape: int, seed: int = 0) -> Tensor:
@@ -43,7 +44,7 @@ def plain_logits(backbone: Backbone, context: Tensor, question: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize(("spec", "share"), CASES)
-@pytest.mark.parametrize("n", [1, 2, 3, N])
+@pytest.mark.parametrize("n", [1, 2, 3, N, LONG])
 def test_every_context_length_answers_within_budget(tiny_backbone, spec, share, n):
     policy = build_policy(spec)
     context, question = ids(1, n), ids(1, 5, seed=1)

@@ -122,9 +122,8 @@ def test_bytes_follow_the_kept_rows():
     for keep in KEEPS.values():
         store = make_store(keep)[0]
         kept = int(keep.sum())
-        index_bytes = sum(
-            t.nbytes for t in (store.group, store.bias, store.rows_per_head, store._first) if t is not None
-        )
+        tables = (store.group, store.bias, store.members, store.rows_per_head, store._first)
+        index_bytes = sum(t.nbytes for t in tables if t is not None)
         packed = store.resident_bytes - index_bytes
         assert kept * row_bytes <= packed < (kept + B * K * 32) * row_bytes
         if store.group is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import errno
+import math
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import torch
 import yaml
 
 from sekv.adapter import SeKVAdapter
+from train import losses
 from train.cli import TrainCLI, main
 from train.export import export_checkpoint
 from train.module import SeKVModule
@@ -293,6 +295,44 @@ def test_a_run_that_is_stopped_says_how_to_go_on(config, number, code, monkeypat
     assert re.search(
         r"sekv train: stopped after step \d; go on with --name tiny --resume last", capsys.readouterr().err
     )
+
+
+def test_a_run_whose_held_out_loss_stays_stops_early(config, capsys):
+    """At a rate that changes no weight, the second validation finds what the first found."""
+    arguments = ["--model.lr", "1e-30", "--trainer.val_check_interval", "1", "--patience", "1"]
+    assert main(["--config", str(config), *arguments]) == 0
+    assert "Stopped early: 1 validations in a row without a better held-out loss." in capsys.readouterr().out
+    steps = {
+        name: torch.load(run_folder(config) / "checkpoints" / f"{name}.ckpt", weights_only=True)["global_step"]
+        for name in ("best", "last")
+    }
+    assert steps == {"best": 1, "last": 2}
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_can_be_looked_at(config, monkeypatch, capsys):
+    total = losses.total
+
+    def broken(*args, **kwargs):
+        loss = total(*args, **kwargs)
+        return loss * math.nan if loss.requires_grad and len(drawn) == 2 else loss
+
+    drawn: list[bool] = []
+    draw = SeKVModule._draw
+    monkeypatch.setattr(SeKVModule, "_draw", lambda module, batch: drawn.append(True) or draw(module, batch))
+    monkeypatch.setattr(losses, "total", broken)
+    assert main(["--config", str(config)]) == 2
+    (message,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sekv train: error:")]
+    path = run_folder(config) / "divergence-step-1.safetensors"
+    assert "step 1: the loss is not finite" in message
+    assert str(path) in message
+    monkeypatch.undo()
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    before = {p: p.stat().st_mtime_ns for p in run_folder(config).rglob("*")}
+    assert main(["--config", str(run_folder(config) / "config.yaml"), "--replay", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "gradient of projection" in printed
+    assert "nan" not in printed
+    assert {p: p.stat().st_mtime_ns for p in run_folder(config).rglob("*")} == before  # looking changes nothing
 
 
 def test_help_teaches(capsys):

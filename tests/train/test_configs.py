@@ -21,7 +21,8 @@ from train.windows import smallest_context
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = CONFIGS / "smollm2-135m.yaml"
-FILES = sorted(CONFIGS.rglob("*.yaml"))
+EVALUATIONS = ("reproduce", "sweeps")  # they train nothing
+FILES = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.parent.name not in EVALUATIONS]
 ABLATIONS = [path for path in FILES if path.parent.name == "ablations"]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 
-from tests.train.test_resume import adapter, main, runs, start  # noqa: F401 - a fixture
+from tests.train.test_resume import ROOT, adapter, main, runs  # noqa: F401 - a fixture
 from train.errors import ConfigError
 from train.parallel import check_precision, shard_backbone
 
@@ -26,11 +28,18 @@ def one(runs):  # noqa: F811
 
 
 @pytest.mark.parametrize("shard", ["false", "true"])
-def test_two_processes_train_what_one_trains(shard, runs, one, tmp_path: Path):  # noqa: F811
+def test_two_processes_train_what_one_trains(shard, runs, one):  # noqa: F811
     name = f"two-{shard}"
-    process = start(runs, name, *OPTIONS, *TWO, "--data.batch_size", "2", "--model.shard", shard)
-    printed = process.communicate(timeout=300)[0]
-    assert process.returncode == 0, printed
+    arguments = [*OPTIONS, *TWO, "--data.batch_size", "2", "--model.shard", shard]
+    process = subprocess.run(
+        [sys.executable, "-m", "sekv", "train", "--config", str(runs), "--name", name, *arguments],
+        env={**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": str(ROOT)},
+        cwd=runs.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stdout + process.stderr
     two = adapter(runs, name)
     fresh = [key for key in one if not torch.allclose(one[key], two[key], rtol=0, atol=1e-5)]
     assert not fresh
