@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,11 +18,13 @@ from rich.console import Console
 from rich.table import Table
 
 from sekv.adapter import SeKVAdapter
+from sekv.architecture import Architecture, find_architecture
 from sekv.backbone import pick_dtype
 from sekv.budget import Budget
 from sekv.errors import DataError, SeKVError
 from sekv.evaluation.report import format_bytes
-from train.architecture import Architecture, find_architecture
+from sekv.expected_cut import expected_cut
+from sekv.units import parse_size
 from train.cli import TrainCLI, check_intervals, one_line, quiet_lightning
 from train.curriculum import Curriculum, Stage
 from train.data import TextDataModule
@@ -32,7 +33,6 @@ from train.footprint import (
     TRAINING,
     Part,
     StepSize,
-    expected_cut,
     moment_bytes,
     peak,
     step_parts,
@@ -44,7 +44,6 @@ from train.windows import smallest_context
 _PROCESS_BYTES = 2 * 10**9  # Python with torch, transformers, lightning and datasets, and the CUDA libraries
 _WORKER_BYTES = 5 * 10**8  # one process that reads and tokenises
 _DEVICE_OVERHEAD = 10**9  # context and kernels of an accelerator, and what its allocator leaves unused
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
 _DESCRIPTION = """\
 Say what `sekv train` with the same arguments would need, before anything is downloaded: trainable parameters, memory
@@ -360,18 +359,6 @@ def _print_assumptions(plan: Plan, console: Console) -> None:
         "keys and values of training stay on the device; the host holds none of them",
     ):
         console.print(f"- {line}", soft_wrap=True)
-
-
-def parse_size(text: str) -> int:
-    """Reads `80GiB`, `80GB`, `80G` (decimal), or bytes.
-
-    Raises:
-        DataError: it is none of them.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?)?B?\s*", text.upper())
-    if match is None or not float(match[1]):
-        raise DataError(f"'{text}' is no amount of memory; give a number with a unit, such as 80GiB")
-    return int(float(match[1]) * _UNITS[match[2] or ""])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,8 +10,8 @@ import torch
 from transformers import DynamicCache
 
 from sekv.adapter import SeKVConfig
+from sekv.architecture import find_architecture
 from sekv.cache import RecordingLayer
-from train.architecture import find_architecture
 from train.cli import TrainCLI
 from train.footprint import peak
 from train.losses import LossConfig

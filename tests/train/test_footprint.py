@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from sekv.adapter import SeKVAdapter, SeKVConfig
+from sekv.bench.live_bytes import LiveBytes
 from sekv.budget import Budget
+from sekv.expected_cut import expected_cut
 from sekv.policies.sekv import SeKVPolicy
 from sekv.prefill import prefill
-from tests.train.live_bytes import LiveBytes
 from train.footprint import (
     READING,
     TRAINING,
     StepSize,
     adapter_bytes,
-    expected_cut,
     moment_bytes,
     step_parts,
     weight_bytes,

@@ -8,10 +8,10 @@ import pytest
 import torch
 import yaml
 
+from sekv.architecture import shipped_architectures
 from sekv.cli import main as sekv
-from train.architecture import shipped_architectures
 from train.footprint import TRAINING, moment_bytes, peak
-from train.plan import main, make_plan, parse_size
+from train.plan import main, make_plan
 
 GIB = 2**30
 
@@ -170,11 +170,3 @@ def test_it_is_a_command_of_sekv(config, capsys):
     with pytest.raises(SystemExit):
         sekv(["plan", "--help"])
     assert "--device-memory 80GiB" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("80GiB", 80 * GIB), ("80gb", 80 * 10**9), ("1.5 T", 15 * 10**11), ("4096", 4096), ("24G", 24 * 10**9)],
-)
-def test_sizes(text, size):
-    assert parse_size(text) == size

@@ -1,4 +1,4 @@
-"""A backbone's architecture without its weights, so that a run can be planned before anything is downloaded."""
+"""A backbone's architecture without its weights: to plan before anything is downloaded, or to fill it at random."""
 
 from __future__ import annotations
 
@@ -43,11 +43,24 @@ class Architecture:
         Raises:
             BackboneError: transformers does not know the architecture, or it cannot be compressed.
         """
+        return self._made_on(torch.device("meta"), torch.bfloat16)
+
+    def random_backbone(self, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Backbone:
+        """The backbone with random weights and without a tokenizer: to measure time and memory, which need no others.
+
+        Raises:
+            BackboneError: as `backbone`.
+        """
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return self._made_on(device, dtype)
+
+    def _made_on(self, device: torch.device, dtype: torch.dtype) -> Backbone:
         auto: Any = AutoModelForCausalLM
         try:
             config = AutoConfig.for_model(**self.fields)
-            with torch.device("meta"):
-                model = auto.from_config(config, dtype=torch.bfloat16)
+            with device:
+                model = auto.from_config(config, dtype=dtype)
         except Exception as error:  # each architecture checks its fields in its own way
             reason = " ".join(str(error).split())
             raise BackboneError(f"the config.json of '{self.name}' describes no causal LM: {reason}") from error
@@ -73,7 +86,7 @@ class Architecture:
 
 def shipped_architectures() -> dict[str, dict[str, Any]]:
     """Published architectures of the backbones that configs/ trains, by name or Hub id."""
-    return json.loads(files("train").joinpath(_TABLE).read_text(encoding="utf-8"))
+    return json.loads(files("sekv").joinpath(_TABLE).read_text(encoding="utf-8"))
 
 
 def find_architecture(name: str) -> Architecture:

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from sekv import architecture
 from sekv.adapter import SeKVAdapter, SeKVConfig
+from sekv.architecture import find_architecture, shipped_architectures
 from sekv.errors import BackboneError
-from train import architecture
-from train.architecture import find_architecture, shipped_architectures
 
 # What the Hub states of the safetensors of each model.
 PARAMETERS = {
