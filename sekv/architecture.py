@@ -93,12 +93,14 @@ def find_architecture(name: str) -> Architecture:
     """Looks in a local folder, the table that comes with this package, and for other Hub ids at config.json alone.
 
     Args:
-        name: `smollm2-135m`, a folder, or a Hub id.
+        name: `smollm2-135m`, a folder or the config.json in it, or a Hub id.
 
     Raises:
         BackboneError: there is no such folder, the Hub does not have it or cannot be reached, or it is no JSON.
     """
     folder = cache_root() / name if name == DEFAULT_BACKBONE else Path(name).expanduser()
+    if folder.name == _CONFIG and folder.is_file():
+        folder = folder.parent
     if (folder / _CONFIG).is_file():
         return Architecture(name, _read(folder / _CONFIG, name), f"{folder / _CONFIG}")
     if name in (table := shipped_architectures()):

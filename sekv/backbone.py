@@ -394,7 +394,7 @@ def load_backbone(name_or_path: str | Path, dtype: str | torch.dtype = "auto", d
     Raises:
         BackboneError: not found, not reachable, corrupt, or not a model that can be compressed.
     """
-    target = _pick_device(device)
+    target = pick_device(device)
     torch_dtype = pick_dtype(dtype, target)
     name = str(name_or_path)
     folder = _locate(name)
@@ -404,7 +404,12 @@ def load_backbone(name_or_path: str | Path, dtype: str | torch.dtype = "auto", d
     return Backbone.from_model(model, tokenizer, name)
 
 
-def _pick_device(device: str) -> torch.device:
+def pick_device(device: str) -> torch.device:
+    """What `device` means here: `auto` is CUDA when there is one.
+
+    Raises:
+        BackboneError: there is no such device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

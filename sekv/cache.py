@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -203,6 +204,8 @@ class CompressedCache(Cache):
     def __init__(self, layers: Sequence[CacheLayerMixin], n_context: int) -> None:
         super().__init__(layers=list(layers))
         self.n_context = n_context
+        for store, following in pairwise(self.stores):
+            store.precede(following)
 
     @property
     def stores(self) -> list[Store]:

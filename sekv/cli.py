@@ -1,4 +1,4 @@
-"""The `sekv` command: train | plan | export | evaluate | sweep | report | generate.
+"""The `sekv` command: train | plan | export | evaluate | sweep | report | generate | bench.
 
 Nothing heavy is imported before a subcommand runs, so that `--help` and a mistyped flag answer at once.
 """
@@ -144,7 +144,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sekv {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     commands.add_parser("train", add_help=False, help="train a SeKV adapter: --config FILE [--help for all settings]")
-    commands.add_parser("plan", add_help=False, help="say what a training run needs, before anything is downloaded")
+    commands.add_parser("plan", add_help=False, help="say what training, or inference, needs before anything is loaded")
+    commands.add_parser("bench", add_help=False, help="measure time and memory of policies side by side")
     commands.add_parser("lm-eval", add_help=False, help="run lm-eval with the model sekv: run --model sekv --tasks ...")
     _add_export(commands)
     _add_evaluate(commands)
@@ -295,8 +296,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     if arguments[:1] == ["train"]:  # its flags belong to Lightning's own parser
         return int(_training_module("train.cli").main(arguments[1:]))
+    if arguments[:2] == ["plan", "inference"]:
+        return int(importlib.import_module("sekv.bench.plan").main(arguments[2:]))
     if arguments[:1] == ["plan"]:
         return int(_training_module("train.plan").main(arguments[1:]))
+    if arguments[:2] == ["bench", "train"]:
+        return int(_training_module("train.bench").main(arguments[2:]))
+    if arguments[:1] == ["bench"]:
+        return int(importlib.import_module("sekv.bench.cli").main(arguments[1:]))
     if arguments[:1] == ["lm-eval"]:  # likewise lm-eval's
         return _lm_eval(arguments[1:])
     parser = build_parser()

@@ -49,13 +49,14 @@ def memory_ids(prompt: Prompt, query_aware: bool) -> list[int]:
     return prompt.ids[:-1] if query_aware else prompt.context_ids
 
 
-def read_context(backbone: Backbone, ids: Sequence[int], policies: Sequence[Policy]) -> Prefill:
-    """One prefill that records what all of `policies` need."""
+def read_context(backbone: Backbone, ids: Sequence[int], policies: Sequence[Policy], offload: bool = False) -> Prefill:
+    """One prefill that records what all of `policies` need; with `offload` its keys and values lie on the host."""
     return prefill(
         backbone,
         torch.tensor([list(ids)], dtype=torch.long),
         surprisal=any(policy.needs_surprisal for policy in policies),
         window=max((policy.window for policy in policies), default=0),
+        offload=offload,
         observers=list(dict.fromkeys(observer for policy in policies for observer in policy.observers)),
     )
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from sekv.host_copy import courier
 from sekv.memory import Basis, components_kept
 from sekv.rotary import rotate
 
@@ -175,14 +176,10 @@ class FactorBank:
 
     def _raw_rows(self, index: Tensor, device: torch.device) -> tuple[Tensor, int]:
         """Raw rows [P, d] on the compute tier, and the bytes that crossed."""
-        rows = self._raw.index_select(0, index)
-        moved = rows.numel() * rows.element_size()
-        rows = rows.to(device, non_blocking=True)
-        if self._raw_step is None:
-            return rows, moved
-        step = self._raw_step.index_select(0, index)
-        moved += step.numel() * step.element_size()
-        return (rows * step.to(device, non_blocking=True)[:, None]).to(self._dtype), moved
+        requests = [(self._raw, index)]
+        requests += [] if self._raw_step is None else [(self._raw_step, index)]
+        (rows, *step), moved = courier(device).bring(requests)
+        return (rows * step[0][:, None]).to(self._dtype) if step else rows, moved
 
     def _factors(
         self, length: Index, rank: Index, left_at: Index, right_at: Index, device: torch.device
@@ -198,15 +195,13 @@ class FactorBank:
         left_index = np.where(live[:, None], token[..., None] + component, len(self._left) - 1)
         # Beyond a span's length the index may leave the bank.
         np.minimum(left_index, len(self._left) - 1, out=left_index)
-        left = self._left.index_select(0, torch.from_numpy(left_index.ravel())).view(left_index.shape)
-        component_index = torch.from_numpy(right_index.ravel())
-        right = self._right.index_select(0, component_index)
-        moved = left.numel() * left.element_size() + right.numel() * right.element_size()
-        left, right = left.to(device, non_blocking=True), right.to(device, non_blocking=True)
-        if self._step is not None:
-            step = self._step.index_select(0, component_index)
-            moved += step.numel() * step.element_size()
-            left, right = left.float(), right * step.to(device, non_blocking=True)[:, None]
+        components = torch.from_numpy(right_index.ravel())
+        requests = [(self._left, torch.from_numpy(left_index.ravel())), (self._right, components)]
+        requests += [] if self._step is None else [(self._step, components)]
+        (left, right, *step), moved = courier(device).bring(requests)
+        left = left.view(left_index.shape)
+        if step:
+            left, right = left.float(), right * step[0][:, None]
         return left, right.view(*right_index.shape, self.dim), moved
 
     def tensors(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Amounts of memory, and bandwidths, as people write them."""
 
 from __future__ import annotations
 
@@ -19,3 +19,16 @@ def parse_size(text: str) -> int:
     if match is None or not float(match[1]):
         raise DataError(f"'{text}' is no amount of memory; give a number with a unit, such as 80GiB")
     return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def parse_bandwidth(text: str) -> int:
+    """Reads `25GB/s`, or bytes per second.
+
+    Raises:
+        DataError: it is neither.
+    """
+    amount = text.strip().lower().removesuffix("/s")
+    try:
+        return parse_size(amount)
+    except DataError:
+        raise DataError(f"'{text}' is no bandwidth; give bytes per second with a unit, such as 25GB/s") from None

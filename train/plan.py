@@ -57,7 +57,7 @@ examples:
 
 Every other argument is one of `sekv train`. The architecture comes from the backbone's folder, from a table of
 published ones that comes with sekv, or for another Hub id from its config.json alone. The exit code is 1 when
-something would not fit."""
+something would not fit. `sekv plan inference --help` plans what a compressed context needs and costs."""
 
 
 @dataclass(frozen=True)

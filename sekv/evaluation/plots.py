@@ -17,8 +17,8 @@ _COLUMNS = 3
 _LETTERS_PER_INCH = 12
 _REFERENCE = "full"  # keeps everything whatever the budget: a line across, not a curve
 # Okabe and Ito: told apart with any colour vision, and in print by the markers.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def plot_scores(results: Sequence[Result], path: Path) -> None:
@@ -71,8 +71,8 @@ def _draw(panel: Axes, results: Sequence[Result], curves: Sequence[str]) -> None
             [place[point.budget] + shift for point in points],
             [point.score for point in points],
             yerr=[point.score_stderr for point in points],
-            color=_COLOURS[i % len(_COLOURS)],
-            marker=_MARKERS[i % len(_MARKERS)],
+            color=COLOURS[i % len(COLOURS)],
+            marker=MARKERS[i % len(MARKERS)],
             markersize=6,
             linewidth=1.6,
             elinewidth=0.9,

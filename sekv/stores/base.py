@@ -32,6 +32,8 @@ class Meter:
         moved_bytes: bytes brought from the host tier.
         wanted_rows: rows of spans on the host that single-token steps chose.
         reused_rows: those of them that an earlier step had left on the compute tier.
+        ahead_rows: rows fetched before it was known that they are wanted.
+        ahead_used_rows: those of them that were wanted.
     """
 
     queries: float = 0.0
@@ -39,6 +41,8 @@ class Meter:
     moved_bytes: int = 0
     wanted_rows: int = 0
     reused_rows: int = 0
+    ahead_rows: int = 0
+    ahead_used_rows: int = 0
 
     @property
     def mean_rows(self) -> float:
@@ -299,6 +303,10 @@ class Store(ABC):
         Returns:
             [B, H, Q, d] in the query's dtype.
         """
+
+    def precede(self, following: Store) -> None:
+        """Says which store answers after this one within a step; a store that fetches may let it fetch ahead."""
+        return
 
     def record_choices(self) -> list[Tensor] | None:
         """Begins to keep which spans queries read, here and in later forks; None from a store that never chooses."""

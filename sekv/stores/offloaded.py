@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ class OffloadedStore(Store):
 
     plan: SpanPlan
     reader: SpanReader
+    fetches_ahead: ClassVar[bool | None] = None  # let the next layer fetch what this one chose; None: on an accelerator
     _choices: list[Tensor] | None = None
+    _following: OffloadedStore | None = None
 
     def _set_costs(self, cost: Tensor, rows: Tensor, choosers: int) -> None:
         """Says what choosing costs.
@@ -74,7 +76,21 @@ class OffloadedStore(Store):
         zoomed = self._choose(query, scaling, tail_mask)
         if self._choices is not None:
             self._choices.append(zoomed.to("cpu", copy=True))
-        return self.reader.attend(query, scaling, zoomed, self.exact, tail_mask, self.meter)
+        output = self.reader.attend(query, scaling, zoomed, self.exact, tail_mask, self.meter)
+        if self._following is not None and query.shape[2] == 1:
+            # The device is still at this layer's attention: what is gathered and copied now costs no time there.
+            self._following.expect(zoomed)
+        return output
+
+    def precede(self, following: Store) -> None:
+        """Lets the next layer fetch ahead what this one chooses, where copies run beside the computation."""
+        ahead = self.lengths.device.type != "cpu" if self.fetches_ahead is None else self.fetches_ahead
+        self._following = following if ahead and isinstance(following, OffloadedStore) else None
+
+    def expect(self, zoomed: Tensor) -> None:
+        """Fetches spans [B, K or H, 1, S] that this store's next step may choose, within a bound on their rows."""
+        wanted = zoomed.cpu().numpy().reshape(len(self.lengths) * self.exact.key.shape[1], -1, zoomed.shape[-1])
+        self.reader.fetch_ahead(wanted.any(axis=1), self.exact.key.device, self.meter)
 
     def record_choices(self) -> list[Tensor]:
         """The choices of every step from now on, in order, each bool [B, K or H, Q, S]; forks add to the same list."""
@@ -84,6 +100,7 @@ class OffloadedStore(Store):
     def fork(self) -> Self:
         """Shares the bank and the rows that never change; what its steps fetch is its own."""
         twin = super().fork()
+        twin._following = None
         twin.reader = self.reader.fork()
         return twin
 

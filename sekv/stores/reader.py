@@ -11,6 +11,7 @@ tail tokens.
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -18,10 +19,27 @@ from torch import Tensor
 
 from sekv.attention import RowSet, mixed_attention, packed_attention
 from sekv.bank_chain import BankChain
-from sekv.host import FactorBank, Index
+from sekv.host import FactorBank, Index, ranges
 from sekv.stores.base import ExactRows, Meter, causal_tail_mask
 from sekv.stores.slots import SlotTable
 from sekv.stores.summaries import Summaries
+
+_AHEAD = 4  # rows fetched ahead take at most this part of the slots of all KV heads
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Spans fetched before they are wanted; they leave the compute tier with the next step, wanted or not.
+
+    Attributes:
+        spans: their numbers, ascending [M].
+        key: their rows [P, d].
+        value: likewise.
+    """
+
+    spans: Index
+    key: Tensor
+    value: Tensor
 
 
 class SpanReader:
@@ -53,11 +71,12 @@ class SpanReader:
         self._length, self._group_bias = per_group  # [B * K, S], [B * K, E or E + S]
         self._n_exact_rows = int((bias > -torch.inf).sum()) * kv_heads  # of all groups
         self.slots = SlotTable(self._length, capacity)
+        self._ahead: Ahead | None = None
 
     def fork(self) -> SpanReader:
         """A reader of the same bank with empty slots, for rows of its own."""
         twin = copy.copy(self)
-        twin.slots = self.slots.fresh()
+        twin.slots, twin._ahead = self.slots.fresh(), None
         return twin
 
     def extended(self, bank: BankChain, length: Tensor, capacity: int, summaries: Summaries) -> SpanReader:
@@ -163,6 +182,7 @@ class SpanReader:
 
     def _hold(self, wanted: Index, rows: ExactRows, meter: Meter) -> None:
         """Brings the wanted spans [B * K, S] into slots."""
+        ahead, self._ahead = self._ahead, None
         missing = self.slots.admit(wanted)
         n_wanted = int((wanted * self._length).sum())
         meter.wanted_rows += n_wanted
@@ -171,10 +191,51 @@ class SpanReader:
             return
         meter.reused_rows -= len(missing.slot)
         device = rows.key.device
-        key, value, moved = self.bank.fetch(missing.spans, device)
-        meter.moved_bytes += moved
+        key, value = self._fetch(missing.spans, ahead, device, meter)
         group, place = (torch.from_numpy(x).to(device) for x in (missing.group, missing.slot + self.n_persistent))
         rows.write(group, place, key, value)
+
+    def _fetch(self, spans: Index, ahead: Ahead | None, device: torch.device, meter: Meter) -> tuple[Tensor, Tensor]:
+        """Rows of spans [M] behind one another, those that are there already without the way from the host."""
+        known = np.isin(spans, ahead.spans) if ahead is not None else np.zeros(len(spans), dtype=bool)
+        rest = spans[~known]
+        parts = []
+        if ahead is not None and known.any():
+            parts.append((ahead.spans, ahead.key, ahead.value))
+        if len(rest):
+            key, value, moved = self.bank.fetch(rest, device)
+            meter.moved_bytes += moved
+            parts.append((rest, key, value))
+        if len(parts) == 1 and parts[0][0] is rest:
+            return parts[0][1], parts[0][2]
+        # Those fetched ahead lie first, then the rest: where the rows of each span begin there.
+        length = self._length.ravel()
+        meter.ahead_used_rows += int(length[spans[known]].sum())
+        there = np.concatenate([part[0] for part in parts])
+        begin = length[there].cumsum() - length[there]
+        by_number = np.argsort(there)
+        place = by_number[np.searchsorted(there, spans, sorter=by_number)]
+        order = torch.from_numpy(ranges(begin[place], length[spans])).to(device)
+        key, value = (torch.cat([part[i] for part in parts]).index_select(0, order) for i in (1, 2))
+        return key, value
+
+    def fetch_ahead(self, likely: Index, device: torch.device, meter: Meter) -> None:
+        """Fetches what the next step may want and the slots do not hold.
+
+        Args:
+            likely: bool [B * K, S].
+            device: of the slots.
+            meter: counts bytes and rows.
+        """
+        spans = np.flatnonzero(likely & ~self.slots.held)
+        rows = self._length.ravel()[spans].cumsum()
+        spans = spans[rows <= len(likely) * self.slots.capacity // _AHEAD]
+        if not len(spans):
+            return
+        key, value, moved = self.bank.fetch(spans, device)
+        meter.moved_bytes += moved
+        meter.ahead_rows += len(key)
+        self._ahead = Ahead(spans, key, value)
 
     def _span_sets(self, zoomed: Tensor, chosen: Index, rows: ExactRows, meter: Meter) -> list[RowSet]:
         """Summaries and rebuilt rows for many queries: fetched once for all of them, and not kept."""
@@ -204,6 +265,10 @@ class SpanReader:
         index = owner.view(batch, kv_heads, 1, 1, n_rows).expand(*per_group.shape[:4], -1)
         sets.append(RowSet(key, value, visible=torch.nn.functional.pad(per_group, (0, 1)).gather(-1, index)))
         return sets
+
+    def tensors(self) -> list[Tensor]:
+        """What was fetched ahead and lies on the compute tier until the next step."""
+        return [] if self._ahead is None else [self._ahead.key, self._ahead.value]
 
     def host_tensors(self) -> list[Tensor | None]:
         """The bank and the bookkeeping of slots and summary rows."""

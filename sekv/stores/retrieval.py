@@ -65,7 +65,7 @@ class RetrievalStore(OffloadedStore):
 
     def resident_tensors(self) -> list[Tensor | None]:
         """Exact rows and slots, the index, and the tables that all layers share."""
-        return [*self.exact.tensors(), self.index, *self.plan.tensors()]
+        return [*self.exact.tensors(), *self.reader.tensors(), self.index, *self.plan.tensors()]
 
 
 class PageStore(RetrievalStore):

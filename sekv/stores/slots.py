@@ -48,6 +48,12 @@ class SlotTable:
         self._used[:, -1] = -1
         self._step = 0
 
+    @property
+    def held(self) -> Index:
+        """Spans whose rows are all in slots, bool [groups, S]."""
+        found: Index = self._held[:, :-1]
+        return found
+
     def admit(self, wanted: Index) -> Missing | None:
         """Reserves slots for the spans of a step.
 
@@ -57,6 +63,8 @@ class SlotTable:
         Returns:
             What has to be fetched, or None when every wanted span is held.
         """
+        # The bound on the bytes of the compute tier: nothing is ever put beside the slots.
+        assert ((wanted * self._length).sum(axis=1) <= self.capacity).all(), "a choice exceeds the slots"
         self._step += 1
         self._used[:, :-1][wanted] = self._step
         spans = np.flatnonzero(wanted & ~self._held[:, :-1])

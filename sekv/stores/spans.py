@@ -328,7 +328,8 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         """Exact rows, summaries and slots, what routing needs, and the index tables that all layers share."""
         known = [self.norm, *(self.index.tensors() if self.index is not None else ())]
         known += [] if self._block is None else self._block.tensors()
-        return [*self.exact.tensors(), *self.summaries.tensors(), *known, self.span_keys, *self.plan.tensors()]
+        rows = [*self.exact.tensors(), *self.reader.tensors(), *self.summaries.tensors()]
+        return [*rows, *known, self.span_keys, *self.plan.tensors()]
 
 
 class DifferentiableSpanStore(SpanStore):
