@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from sekv import __version__
 from sekv.backbone import Backbone
 from sekv.errors import DataError
 from sekv.evaluation.records import replacing
@@ -116,8 +117,8 @@ class Setting:
             repeats=repeats,
             steps=steps,
             adapter=adapter,
-            versions={name: version(name) for name in ("sekv", "torch", "transformers", "numpy")}
-            | {"python": platform.python_version()},
+            versions={"sekv": __version__, "python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "transformers", "numpy")},
             date=datetime.now(UTC).isoformat(timespec="seconds"),
         )
 

@@ -144,8 +144,9 @@ class Footprint:
         """Index tables of the partition."""
         cut = self.cut
         padded = cut.spans * cut.longest
-        turn = 2 * cut.longest * self.geometry.head_dim * _F32 if self.config.rope == "pre" else 0
-        numbers = cut.exact + 3 * cut.spans + padded + 2 * cut.span_tokens
+        # Two of the tables are views of larger ones: of a place for every padded token, and of one position more.
+        turn = 2 * (cut.longest + 1) * self.geometry.head_dim * _F32 if self.config.rope == "pre" else 0
+        numbers = cut.exact + 3 * cut.spans + 2 * padded + cut.span_tokens + 2
         return _INDEX * numbers + cut.exact + padded + cut.span_tokens + turn
 
     def _rows(self, n: int) -> int:

@@ -199,7 +199,7 @@ def _new_table(title: str) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    return Table(title=title, title_justify="left", caption_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 def _table(outlooks: Sequence[Outlook]) -> Table:
@@ -207,7 +207,7 @@ def _table(outlooks: Sequence[Outlook]) -> Table:
     from sekv.evaluation.report import format_bytes
 
     table = _new_table("One context, and each token decoded after it")
-    for column in ("tokens", "full cache", "resident", "host", "moved", "added", "saved", "full faster below"):
+    for column in ("tokens", "full", "resident", "host", "moved", "added", "saved", "break-even"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in outlooks:
         bandwidth = "never" if not one.break_even else f"{format_bytes(one.break_even)}/s"
@@ -252,6 +252,7 @@ def _print_assumptions(
         f"moved per token: {moved}",
         f"added: on a link of {options.link_bandwidth}, nothing hidden behind computing; saved: by reading what is "
         f"resident instead of the full cache at {options.memory_bandwidth}",
+        "break-even: the bandwidth of the link below which the full cache would be faster",
         "host: bases with all their components; a trained gate leaves some out",
         "one sequence; the question and the tokens decoded come on top, exactly, as with the full cache",
     ):

@@ -43,7 +43,9 @@ def open_backbone(name: str, dtype: str, device: str) -> Backbone:
     if not name.startswith(_RANDOM):
         return load_backbone(name, dtype, device)
     target = pick_device(device)
-    return find_architecture(name.removeprefix(_RANDOM)).random_backbone(pick_dtype(dtype, target), target)
+    backbone = find_architecture(name.removeprefix(_RANDOM)).random_backbone(pick_dtype(dtype, target), target)
+    backbone.name = name  # figures say that the weights are random
+    return backbone
 
 
 def open_adapter(name: str | None, backbone: Backbone) -> SeKVAdapter | None:
