@@ -51,6 +51,7 @@ class SeKVPolicy(Policy):
         rope: factor keys `pre` or `post` rotation.
         share_group: heads of a KV group share the union of their spans; `mean` and `oracle` always route by group.
         zoom: False never zooms.
+        choose_every: tokens of an answer that keep to one choice of spans; 1 decides anew at every step, as the paper.
     """
 
     name: ClassVar[str] = "sekv"
@@ -61,6 +62,7 @@ class SeKVPolicy(Policy):
     fill: bool = False
     keep_raw: bool = True
     exact_spans: bool = False
+    choose_every: int = 1
     alpha: float | None = None
     min_span: int | None = None
     max_span: int | None = None
@@ -80,6 +82,8 @@ class SeKVPolicy(Policy):
         super().__post_init__()
         if self.routing not in ROUTINGS:
             raise PolicyError(f"routing '{self.routing}' is unknown; use one of {', '.join(ROUTINGS)}")
+        if self.choose_every < 1:
+            raise PolicyError(f"choose_every must be at least 1, got {self.choose_every}")
         if self.routing == "learned" and self.adapter is None:
             raise PolicyError("sekv routes with a trained adapter: give --adapter DIR, or use sekv[routing=mean]")
         base = self.adapter.config if self.adapter is not None else SeKVConfig()
@@ -128,7 +132,8 @@ class SeKVPolicy(Policy):
         """Summaries and exact rows on the compute tier, bases on the host."""
         with torch.no_grad():
             bits = None if self.exact_spans else self._config.basis_bits or None
-            return self._store(OffloadedSpanStore, prefill, layer, plan, build=self._builder(plan, prefill), bits=bits)
+            options = {"build": self._builder(plan, prefill), "bits": bits, "choose_every": self.choose_every}
+            return self._store(OffloadedSpanStore, prefill, layer, plan, **options)
 
     def _builder(self, plan: SpanPlan, prefill: Prefill) -> MemoryBuilder:
         dim = prefill.backbone.geometry.head_dim

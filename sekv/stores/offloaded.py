@@ -17,11 +17,16 @@ _QUERY_CHUNK = 64  # queries answered at once; bounds the rows a long question m
 
 
 class OffloadedStore(Store):
-    """A store that fetches what each query chooses; subclasses set `plan` and `reader` and call `_set_costs`."""
+    """A store that fetches what each query chooses; subclasses set `plan` and `reader` and call `_set_costs`.
+
+    `choose_every` is the number of single-token steps that keep to one choice: 1 chooses anew for every token.
+    """
 
     plan: SpanPlan
     reader: SpanReader
     fetches_ahead: ClassVar[bool | None] = None  # let the next layer fetch what this one chose; None: on an accelerator
+    choose_every: int = 1
+    _kept = 0  # steps that have kept to the last choice
     _choices: list[Tensor] | None = None
     _following: OffloadedStore | None = None
 
@@ -73,6 +78,14 @@ class OffloadedStore(Store):
         return torch.cat([self._attend(part, scaling, mask) for part, mask in parts], dim=2)
 
     def _attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        if query.shape[2] == 1 and self._kept + 1 < self.choose_every:
+            output = self.reader.attend_again(query, scaling, self.exact, tail_mask, self.meter)
+            if output is not None:
+                self._kept += 1
+                if self._choices:
+                    self._choices.append(self._choices[-1])
+                return output
+        self._kept = 0
         zoomed = self._choose(query, scaling, tail_mask)
         if self._choices is not None:
             self._choices.append(zoomed.to("cpu", copy=True))
@@ -94,8 +107,13 @@ class OffloadedStore(Store):
 
     def record_choices(self) -> list[Tensor]:
         """The choices of every step from now on, in order, each bool [B, K or H, Q, S]; forks add to the same list."""
-        self._choices = []
+        self._choices, self._kept = [], self.choose_every  # the next step chooses, so that its choice is known
         return self._choices
+
+    def reset(self) -> None:
+        """As in the base; the next question chooses for itself."""
+        super().reset()
+        self._kept = self.choose_every
 
     def fork(self) -> Self:
         """Shares the bank and the rows that never change; what its steps fetch is its own."""

@@ -42,6 +42,21 @@ class Ahead:
     value: Tensor
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a single-token step chose, for the steps that keep to it.
+
+    Attributes:
+        bias: added to the logits of the context part of the rows [B, K, 1 or G, n_context] float32.
+        rows: context rows attended to, as a meter counts them.
+        wanted: those of them that lie in slots.
+    """
+
+    bias: Tensor
+    rows: float
+    wanted: int
+
+
 class SpanReader:
     """Answers queries whose spans have been chosen.
 
@@ -72,11 +87,12 @@ class SpanReader:
         self._n_exact_rows = int((bias > -torch.inf).sum()) * kv_heads  # of all groups
         self.slots = SlotTable(self._length, capacity)
         self._ahead: Ahead | None = None
+        self._choice: Choice | None = None
 
     def fork(self) -> SpanReader:
         """A reader of the same bank with empty slots, for rows of its own."""
         twin = copy.copy(self)
-        twin.slots, twin._ahead = self.slots.fresh(), None
+        twin.slots, twin._ahead, twin._choice = self.slots.fresh(), None, None
         return twin
 
     def extended(self, bank: BankChain, length: Tensor, capacity: int, summaries: Summaries) -> SpanReader:
@@ -92,7 +108,7 @@ class SpanReader:
         twin = copy.copy(self)
         twin.bank, twin.summaries = bank, summaries
         twin._length = length.repeat_interleave(self._kv_heads, dim=0).cpu().numpy()
-        twin.slots = self.slots.extended(twin._length, capacity)
+        twin.slots, twin._choice = self.slots.extended(twin._length, capacity), None
         return twin
 
     def layout(self, key: Tensor, value: Tensor) -> ExactRows:
@@ -124,18 +140,34 @@ class SpanReader:
         n_queries = query.shape[2]
         # [B * K, 1 or G, Q, S]
         chosen = zoomed.cpu().numpy().reshape(self._batch * self._kv_heads, -1, n_queries, zoomed.shape[-1])
-        meter.queries += self._batch * self._kv_heads * n_queries
-        meter.rows += (
+        attended = (
             self._n_exact_rows * n_queries + float((chosen * self._length[:, None, None]).sum()) / chosen.shape[1]
         )
         left = None
         if self.summaries is not None:
             left = self.summaries.tokens_left(chosen.reshape(len(chosen), -1, chosen.shape[-1]))
-            meter.rows += float((left > 0).sum()) / chosen.shape[1]
+            attended += float((left > 0).sum()) / chosen.shape[1]
+        meter.queries += self._batch * self._kv_heads * n_queries
+        meter.rows += attended
         if n_queries == 1:
-            return self._step(query, scaling, chosen[:, :, 0], left, rows, tail_mask, meter)
+            self._choice = self._prepare(chosen[:, :, 0], left, attended, rows, meter)
+            return self._step(query, scaling, self._choice, rows, tail_mask)
+        self._choice = None
         sets = [*self.exact_sets(rows, n_queries, tail_mask), *self._span_sets(zoomed, chosen, rows, meter)]
         return mixed_attention(query, sets, scaling)[0]
+
+    def attend_again(
+        self, query: Tensor, scaling: float, rows: ExactRows, tail_mask: Tensor | None, meter: Meter
+    ) -> Tensor | None:
+        """As `attend` for a single token, with the spans that the token before chose; None when it chose none."""
+        choice = self._choice
+        if choice is None:
+            return None
+        meter.queries += self._batch * self._kv_heads
+        meter.rows += choice.rows
+        meter.wanted_rows += choice.wanted
+        meter.reused_rows += choice.wanted
+        return self._step(query, scaling, choice, rows, tail_mask)
 
     def exact_sets(self, rows: ExactRows, n_queries: int, tail_mask: Tensor | None) -> list[RowSet]:
         """The exact context rows and the tail, for `mixed_attention`."""
@@ -152,33 +184,29 @@ class SpanReader:
             ),
         ]
 
-    def _step(
-        self,
-        query: Tensor,
-        scaling: float,
-        chosen: Index,
-        left: Index | None,
-        rows: ExactRows,
-        tail_mask: Tensor | None,
-        meter: Meter,
-    ) -> Tensor:
-        """One query token: everything it may see lies in `rows` once its spans are in slots. `chosen` [B*K, 1|G, S]."""
+    def _prepare(self, chosen: Index, left: Index | None, attended: float, rows: ExactRows, meter: Meter) -> Choice:
+        """Brings what one query token chose [B * K, 1 or G, S] into `rows`."""
         wanted: Index = chosen[:, 0] if chosen.shape[1] == 1 else np.asarray(chosen.any(axis=1))
         self._hold(wanted, rows, meter)
         summaries = None if self.summaries is None or left is None else self.summaries.without(chosen, left)
         n_choices = chosen.shape[1] if summaries is None else summaries[1].shape[1]
-        bias = np.zeros((len(chosen), n_choices, rows.used), dtype=np.float32)
+        bias = np.zeros((len(chosen), n_choices, rows.n_context), dtype=np.float32)
         bias[..., : self.n_exact] = self._group_bias[:, None]
         if summaries is not None:
             bias[..., self.n_exact : self.n_persistent] = summaries[1]
             if summaries[0] is not None:
                 rows.overwrite(self.n_exact, *summaries[0])
-        slots = bias[..., self.n_persistent : rows.n_context]
+        slots = bias[..., self.n_persistent :]
         slots[np.broadcast_to(~self.slots.visible(chosen), slots.shape)] = -np.inf
-        on_device = torch.from_numpy(bias).view(self._batch, self._kv_heads, -1, rows.used).to(query.device)
+        on_device = torch.from_numpy(bias).view(self._batch, self._kv_heads, n_choices, -1).to(rows.key.device)
+        return Choice(on_device, attended, int((wanted * self._length).sum()))
+
+    def _step(self, query: Tensor, scaling: float, choice: Choice, rows: ExactRows, tail_mask: Tensor | None) -> Tensor:
+        """One query token: everything it may see lies in `rows` once its spans are in slots."""
+        bias = torch.nn.functional.pad(choice.bias, (0, rows.tail_length))
         if tail_mask is not None:
-            on_device[..., rows.n_context :].masked_fill_(~tail_mask, -torch.inf)
-        return packed_attention(query, rows.key, rows.value, on_device, scaling)
+            bias[..., rows.n_context :].masked_fill_(~tail_mask, -torch.inf)
+        return packed_attention(query, rows.key, rows.value, bias, scaling)
 
     def _hold(self, wanted: Index, rows: ExactRows, meter: Meter) -> None:
         """Brings the wanted spans [B * K, S] into slots."""

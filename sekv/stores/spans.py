@@ -212,6 +212,7 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         bits: 8 stores spans on the host as whole numbers; None in the dtype of the keys.
         build: makes the memory of later tokens when they leave the tail, from keys, values, their spans and summary
             weights; None forgets them.
+        choose_every: single-token steps that keep to one choice.
     """
 
     def __init__(
@@ -223,8 +224,10 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         routing: Routing,
         bits: int | None = None,
         build: MemoryBuilder | None = None,
+        choose_every: int = 1,
     ) -> None:
         super().__init__(key, value, memory, plan, routing)
+        self.choose_every = choose_every
         self._bits, self._build = bits, build
         self._block: FoldedBlock | None = None
         bank = self._bank(memory, self._length)

@@ -254,6 +254,38 @@ def test_host_bytes_never_exceed_raw_rows(tiny_backbone):
         assert kept == (8 * (length + 16) >= length * 16)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("summary_share", [0.1, 1.0])
+@pytest.mark.parametrize("padded", [False, True])
+def test_steps_that_keep_to_a_choice_attend_to_what_it_chose(tiny_backbone, summary_share, padded):
+    mask = torch.ones(2, 300, dtype=torch.bool)
+    mask[0, :100] = not padded
+    state = prefill(tiny_backbone, ids(2, 300), mask)
+    lazy, eager = (
+        compress(state, SeKVPolicy(routing="mean", max_span=16, summary_share=summary_share, choose_every=n), 0.4)
+        .stores[0]
+        .fork()
+        for n in (3, 1)
+    )
+    choices, anew = lazy.record_choices(), []
+    choose = eager._choose
+    eager._choose = lambda *_: choices[-1]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(8):
+        key, value = torch.randn(2, 2, 2, 1, 16, generator=generator)
+        query = torch.randn(2, 4, 1, 16, generator=generator)
+        for store in (lazy, eager):
+            store.append(key, value)
+        torch.testing.assert_close(lazy.attend(query, 0.25, None), eager.attend(query, 0.25, None))
+        anew.append(torch.equal(choices[-1], choose(query, 0.25, None)))
+        assert lazy.meter.rows == eager.meter.rows and lazy.meter.wanted_rows == eager.meter.wanted_rows
+    assert len(choices) == 8 and anew[0] and anew[3] and anew[6] and not all(anew)
+    lazy.reset()
+    lazy.append(key, value)
+    lazy.attend(query, 0.25, None)
+    assert torch.equal(choices[-1], choose(query, 0.25, None))  # another question does not inherit a choice
+
+
 @pytest.mark.parametrize("rank", [1, 8, 24, 63])
 def test_a_span_is_factored_from_the_length_on_at_which_that_is_smaller(rank):
     shortest = shortest_factored(rank, 64)
