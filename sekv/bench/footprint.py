@@ -13,6 +13,7 @@ from sekv.adapter import SeKVConfig
 from sekv.backbone import Geometry
 from sekv.budget import Budget
 from sekv.expected_cut import Cut, expected_cut
+from sekv.memory import shortest_factored
 
 _INDEX, _F32 = 8, 4
 _BANK_TABLE = 5  # numbers per span and side: tokens, rank, and where its numbers begin in three banks
@@ -63,7 +64,7 @@ class Footprint:
 
     @property
     def host_bytes(self) -> int:
-        """On the host: the bases, and the bookkeeping of spans and slots."""
+        """On the host: bases and raw rows, and the bookkeeping of spans and slots."""
         if self.whole:
             return 0
         spans = self._per_head(self.cut.spans)
@@ -118,14 +119,15 @@ class Footprint:
         return sum(map(self._bytes_of_span, lengths)) / len(lengths)
 
     def _bytes_of_span(self, length: int) -> int:
-        """The smaller of factors and raw rows."""
+        """A basis where it is smaller than the rows, which stay raw elsewhere; in 8 bits with a step for each row."""
         dim = self.geometry.head_dim
-        rank = min(self.config.max_rank, length, dim)
-        raw = self.element_bytes * length * dim
+        rows, numbers = length, length * dim
+        if length >= shortest_factored(self.config.max_rank, dim):
+            rows = min(self.config.max_rank, length, dim)
+            numbers = rows * (length + dim)
         if self.config.basis_bits:
-            factors = rank * (length + dim) * self.config.basis_bits // 8
-            return factors + rank * _F32 if factors < raw else raw
-        return min(self.element_bytes * rank * (length + dim), raw)
+            return numbers * self.config.basis_bits // 8 + rows * _F32
+        return numbers * self.element_bytes
 
     @property
     def _merged_rows(self) -> int:

@@ -253,7 +253,7 @@ def _print_assumptions(
         f"added: on a link of {options.link_bandwidth}, nothing hidden behind computing; saved: by reading what is "
         f"resident instead of the full cache at {options.memory_bandwidth}",
         "break-even: the bandwidth of the link below which the full cache would be faster",
-        "host: bases with all their components; a trained gate leaves some out",
+        "host: bases, where spans are long enough for them, with all their components; a trained gate leaves some out",
         "one sequence; the question and the tokens decoded come on top, exactly, as with the full cache",
     ):
         console.print(f"- {line}", markup=False, soft_wrap=True)

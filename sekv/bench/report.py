@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -96,7 +97,11 @@ def _draw(left: Axes, right: Axes, figures: Sequence[Figure], policies: Sequence
     what = figures[0].what
     for i, policy in enumerate(policies):
         points = sorted((f for f in figures if f.policy == policy), key=lambda f: f.length)
-        style = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "linewidth": 1.6}
+        style: dict[str, Any] = {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "linewidth": 1.6,
+        }
         lengths = [f.length for f in points]
         values = [f.resident_bytes if what == "memory" else f.median_seconds for f in points]
         left.plot(lengths, values, label=policy, **style)

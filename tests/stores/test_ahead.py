@@ -17,7 +17,7 @@ def decoded(backbone, cache, steps=12):
     """Hidden states of steps over the same tokens."""
     tokens = torch.randint(3, 259, (steps, 1, 1), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        return torch.cat([backbone.hidden_states(token, cache=cache) for token in tokens], dim=1)
+        return torch.cat([backbone.hidden_states(token.expand(2, 1), cache=cache) for token in tokens], dim=1)
 
 
 @pytest.fixture(scope="module")
