@@ -24,7 +24,7 @@ class OffloadedStore(Store):
 
     plan: SpanPlan
     reader: SpanReader
-    fetches_ahead: ClassVar[bool | None] = None  # let the next layer fetch what this one chose; None: on an accelerator
+    fetches_ahead: ClassVar[bool] = False  # let the next layer fetch what this one chose (docs/speed.md)
     choose_every: int = 1
     _kept = 0  # steps that have kept to the last choice
     _choices: list[Tensor] | None = None
@@ -96,9 +96,8 @@ class OffloadedStore(Store):
         return output
 
     def precede(self, following: Store) -> None:
-        """Lets the next layer fetch ahead what this one chooses, where copies run beside the computation."""
-        ahead = self.lengths.device.type != "cpu" if self.fetches_ahead is None else self.fetches_ahead
-        self._following = following if ahead and isinstance(following, OffloadedStore) else None
+        """Lets the next layer fetch ahead what this one chooses, if `fetches_ahead`."""
+        self._following = following if self.fetches_ahead and isinstance(following, OffloadedStore) else None
 
     def expect(self, zoomed: Tensor) -> None:
         """Fetches spans [B, K or H, 1, S] that this store's next step may choose, within a bound on their rows."""

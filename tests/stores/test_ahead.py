@@ -42,7 +42,7 @@ def test_answers_stay_the_same(context, monkeypatch, spec):
     assert all(0 < meter.ahead_used_rows <= meter.ahead_rows for meter in later)
 
 
-def test_on_the_cpu_nothing_is_fetched_ahead(context):
+def test_nothing_is_fetched_ahead_unless_asked_for(context):
     cache = compress(context, build_policy(SPECS[0]), 0.3)
     decoded(context.backbone, cache)
     assert all(store.meter.ahead_rows == 0 for store in cache.stores)
