@@ -26,8 +26,9 @@ class TokenIndex:
     """Projected keys of the tokens of all spans.
 
     Attributes:
-        keys: [B, K, T, r], float32 with a gradient in training, int8 at inference.
-        step: what one unit of an 8-bit entry is worth, by direction [B, K, 1, r]; None for float32.
+        keys: direction by direction, as queries read them [B, K, r, T], float32 with a gradient in training, int8 at
+            inference.
+        step: what one unit of an 8-bit entry is worth, by direction [B, K, r, 1]; None for float32.
         later: tokens behind these ones, with a step of their own; in 8 bits only.
     """
 
@@ -39,11 +40,11 @@ class TokenIndex:
     def of(cls, router: LayerRouter, token_key: Tensor) -> TokenIndex:
         """From rotated keys of the span tokens [B, K, T, d]; rows at padding may be anything finite."""
         assert router.key_projection is not None
-        return cls(einsum(token_key.float(), router.key_projection, "b k t d, k r d -> b k t r"))
+        return cls(einsum(token_key.float(), router.key_projection, "b k t d, k r d -> b k r t"))
 
     def quantised(self) -> TokenIndex:
         """The same in 8 bits."""
-        step = self.keys.abs().amax(dim=2, keepdim=True).clamp_min(1e-12) / 127
+        step = self.keys.abs().amax(dim=3, keepdim=True).clamp_min(1e-12) / 127
         return TokenIndex((self.keys / step).round().to(torch.int8), step)
 
     def extended(self, later: TokenIndex) -> TokenIndex:
@@ -55,7 +56,7 @@ class TokenIndex:
         assert self.step is not None and other.step is not None
         step = torch.maximum(self.step, other.step)
         keys = [(x.keys * (x.step / step)).round().to(torch.int8) for x in (self, other) if x.step is not None]
-        return TokenIndex(torch.cat(keys, dim=2), step)
+        return TokenIndex(torch.cat(keys, dim=3), step)
 
     def tensors(self) -> list[Tensor | None]:
         """The live tensors, for byte counts."""
@@ -63,8 +64,8 @@ class TokenIndex:
 
     def _logits(self, grouped: Tensor) -> Tensor:
         """Inner products [B, K, n, T] with projected queries [B, K, n, r]."""
-        scaled = grouped if self.step is None else grouped * self.step
-        logits = scaled @ self.keys.float().mT
+        scaled = grouped if self.step is None else grouped * self.step.mT
+        logits = scaled @ self.keys.float()
         return logits if self.later is None else torch.cat([logits, self.later._logits(grouped)], dim=-1)
 
     def log_shares(

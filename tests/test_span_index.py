@@ -132,7 +132,7 @@ def test_a_store_knows_the_teachers_shares_when_its_index_is_whole(tiny_backbone
 
 def test_a_context_kept_whole_beside_a_compressed_one(tiny_backbone):
     """It has no spans: neither answers nor gradients may suffer from that."""
-    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=16))
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8, max_span=16, max_rank=4))
     state = prefill(tiny_backbone, ids(2, 300), left_padding([300, 60]))
     positions = torch.tensor([[300], [60]]) + torch.arange(4)
     answers = [

@@ -184,6 +184,20 @@ class SpanReader:
             ),
         ]
 
+    def log_exact(self, query: Tensor, scaling: float, rows: ExactRows, tail_mask: Tensor | None) -> Tensor:
+        """Log-sum of the exponentials over exact rows and tail for a single token [B, H, 1] float32.
+
+        One product with all rows, of which summaries and slots are left out, costs less than picking the others.
+        """
+        batch, heads, _, dim = query.shape
+        grouped = query.reshape(batch, self._kv_heads, -1, dim).float() * scaling
+        logits = grouped @ rows.key.float().mT
+        logits[..., self.n_exact : rows.n_context] = -torch.inf
+        logits[..., : self.n_exact] += self._bias[:, None, None]
+        if tail_mask is not None:
+            logits[..., rows.n_context :].masked_fill_(~tail_mask, -torch.inf)
+        return logits.logsumexp(dim=-1).view(batch, heads, 1)
+
     def _prepare(self, chosen: Index, left: Index | None, attended: float, rows: ExactRows, meter: Meter) -> Choice:
         """Brings what one query token chose [B * K, 1 or G, S] into `rows`."""
         wanted: Index = chosen[:, 0] if chosen.shape[1] == 1 else np.asarray(chosen.any(axis=1))

@@ -173,10 +173,14 @@ class SpanStore(Store):
             assert self.norm is not None
             return None, routing_logits(router, query, self.summary_key, self.norm, self._length)
         tokens = self.plan.tokens
-        rest = log_sum(query, self._exact_sets(query.shape[2], tail_mask), scaling)
+        rest = self._log_exact(query, scaling, tail_mask)
         mask = None if self.plan.all_tokens_real else tokens.mask
         share = self.index.log_shares(router, query, tokens.span, self._length, rest, scaling, mask)
         return share, share + router.bias[:, None, None]
+
+    def _log_exact(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        """Log-sum of the exponentials over everything that lies in no span [B, H, Q] float32."""
+        return log_sum(query, self._exact_sets(query.shape[2], tail_mask), scaling)
 
     def _wish(self, alpha: Tensor) -> tuple[Tensor, Tensor]:
         """The order in which spans are taken, and the margins alpha - tau, both [B, K or H, Q, S].
@@ -318,6 +322,12 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
 
     def _exact_sets(self, n_queries: int, tail_mask: Tensor | None) -> list[RowSet]:
         return self.reader.exact_sets(self.exact, n_queries, tail_mask)
+
+    def _log_exact(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        """As in the base; for a single token in a few operators."""
+        if query.shape[2] > 1:
+            return super()._log_exact(query, scaling, tail_mask)
+        return self.reader.log_exact(query, scaling, self.exact, tail_mask)
 
     def _teacher_mass(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Mass that full attention puts on each span, summed over the heads of a group [B, K, Q, S]."""

@@ -180,11 +180,11 @@ def test_a_chain_of_banks_gives_the_rows_of_one(tiny_backbone, bits):
 
 
 def test_an_index_in_two_steps_knows_what_one_would():
-    first, second, third = (TokenIndex(randn(1, 2, n, 4, seed=n) * n).quantised() for n in (5, 6, 30))
+    first, second, third = (TokenIndex(randn(1, 2, 4, n, seed=n) * n).quantised() for n in (5, 6, 30))
     both = first.extended(second).extended(third)
     query = randn(1, 2, 3, 4)
-    want = torch.cat([query @ (x.keys * x.step).mT for x in (first, second, third)], dim=-1)
+    want = torch.cat([query @ (x.keys * x.step) for x in (first, second, third)], dim=-1)
     # One unit of the larger step at most, summed over the directions.
-    slack = (query.abs() * third.step).sum(-1, keepdim=True)
+    slack = (query.abs() * third.step.mT).sum(-1, keepdim=True)
     assert ((both._logits(query) - want).abs() <= slack + 1e-5).all()
     assert both.keys is first.keys and first.later is None
