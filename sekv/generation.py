@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,7 +127,6 @@ def ask(
     prompt: Prompt,
     max_new_tokens: int,
     query_aware: bool = False,
-    on_memory: Callable[[CompressedCache], None] | None = None,
     **options: Any,
 ) -> Answer:
     """Compresses a context that was read and answers the prompt from it.
@@ -139,7 +138,6 @@ def ask(
         prompt: what is asked.
         max_new_tokens: most tokens to decode.
         query_aware: the question was read and is compressed with the context.
-        on_memory: called with the compressed context before it is asked.
         options: as for `answer`.
 
     Returns:
@@ -147,8 +145,6 @@ def ask(
     """
     start = time.perf_counter()
     cache = compress(context, policy, budget)
-    if on_memory is not None:
-        on_memory(cache)
     ids = memory_ids(prompt, query_aware)
     found = answer(context.backbone, cache, ids, prompt.ids[len(ids) :], max_new_tokens, **options)
     return replace(found, seconds=time.perf_counter() - start)
