@@ -159,16 +159,12 @@ def list_experiments(folder: Path | None = None) -> Table:
     rows = []
     for path in find_experiments(folder).values():
         one = Experiment.read(path)
-        rows.append(
-            [one.name, one.title, one.source, *(", ".join(_backbones(scale)) for scale in (one.small, one.paper))]
-        )
-    columns = ["name", "what", "published as", "small", "paper scale"]
+        names = [sweep.backbone for sweep in one.paper.sweeps.values()]
+        names += [command["backbone"] for command in one.paper.bench if "backbone" in command]
+        first, *others = dict.fromkeys(name.rpartition("/")[2] for name in names)
+        rows.append([one.name, one.title, one.source, f"{first} and {len(others)} more" if others else first])
+    columns = ["name", "what", "published as", "at paper scale"]
     return Table("experiments", columns, rows, len(columns), "sekv reproduce NAME [--paper-scale]")
-
-
-def _backbones(scale: Scale) -> list[str]:
-    names = [sweep.backbone for sweep in scale.sweeps.values()] + [one.get("backbone", "") for one in scale.bench]
-    return list(dict.fromkeys(name.rpartition("/")[2] for name in names if name))
 
 
 def _rates(folder: Path) -> list[dict[str, Any]]:

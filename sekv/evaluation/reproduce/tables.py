@@ -7,6 +7,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table as RichTable
@@ -38,7 +39,8 @@ class Table:
         table = RichTable(title=Text(self.title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         table.caption, table.padding = Text(self.note) if self.note else None, (0, 1, 0, 0)
         for i, name in enumerate(self.columns):
-            table.add_column(Text(name), justify="left" if i < self.labels else "right", overflow="fold")
+            justify: Literal["left", "right"] = "left" if i < self.labels else "right"
+            table.add_column(Text(name), justify=justify, overflow="fold", no_wrap=not i)
         for row in self.rows:
             table.add_row(*map(Text, row))
         return table
