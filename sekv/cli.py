@@ -203,7 +203,7 @@ def _add_evaluate(commands: Any) -> None:
     command.add_argument("--baseline", metavar="P", help="one of the policies, to compare the others with per sample")
     command.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
     command.add_argument("--restart", action="store_true", help=_RESTART_HELP)
-    command.add_argument("--cache", type=Path, metavar="DIR", help="keep contexts once read here, as large as their KV")
+    command.add_argument("--cache", type=Path, metavar="DIR", help="keep contexts and their memories here")
     command.add_argument(
         "--diagnose",
         action="store_true",

@@ -49,7 +49,7 @@ class Evaluation:
         seeds: of generated samples.
         query_aware: compress the question with the context.
         baseline: specification of the policy that the others are compared with, or None.
-        cache: folder that keeps contexts once read, or None.
+        cache: folder that keeps contexts once read, and their memories, or None.
         diagnose: find out where SeKV loses the answers that it gets wrong; several more answers for each.
         trace: samples of each task and seed, from the first, whose zooms are kept.
     """

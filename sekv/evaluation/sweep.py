@@ -30,7 +30,7 @@ class Sweep:
         baseline: one of the policies, which the others are compared with on the same samples.
         query_aware: compress the question with the context.
         adapter: folder of a trained adapter.
-        cache: folder that keeps contexts once read.
+        cache: folder that keeps contexts once read, and their memories.
         trace: samples of each task and seed whose zooms are kept for the report.
         backbone: name, folder or Hub id.
         dtype: of the backbone.

@@ -38,7 +38,7 @@ def run(tmp_path: Path, backbone_folder: str, monkeypatch):
             small = {"backbone": backbone_folder, "device": "cpu", **small}
         content = {"title": "A title", "source": "here", "view": view, "small": small, "paper": small, **keys}
         path = tmp_path / "try.yaml"
-        path.write_text(yaml.safe_dump(content))
+        path.write_text(yaml.safe_dump(content, sort_keys=False))
         return path
 
     def go(view: str, small: dict[str, Any], **keys: Any) -> list[list[str]]:
