@@ -219,7 +219,8 @@ class SeKVLM(TemplateLM):
             pad_token_id=pad_token(self.backbone),
             **options,
         )
-        ends = self.backbone.model.generation_config.eos_token_id  # type: ignore[union-attr]
+        config: Any = self.backbone.model.generation_config
+        ends = config.eos_token_id
         ends = set(ends) if isinstance(ends, list) else {ends}
         texts = []
         for new in output[:, ids.shape[1] :].tolist():

@@ -63,11 +63,12 @@ class Reproduction:
         if self.scale.bench:
             return self._show_bench(console)
         planned = self.plan()
-        finished = True
+        finished = False
         for name, (evaluation, session) in planned.items():
             if name:
                 errors.print(f"[bold]{escape(name)}[/bold]")
-            finished &= session.run(evaluation, console, errors) is not None
+            # The process that ends the last run does so after every process has ended the others.
+            finished = session.run(evaluation, console, errors) is not None
         return self._show(console) if finished else None
 
     def plan(self) -> dict[str, tuple[Evaluation, Session]]:

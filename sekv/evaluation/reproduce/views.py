@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -104,7 +104,7 @@ def zooms_table(rates: Sequence[Row], title: str) -> Table:
     return Table(title, columns, rows, 3, "percent of the spans that a new token zooms into, mean over tokens")
 
 
-_BENCH = {
+_BENCH: dict[str, Callable[[str], str]] = {
     "what": str,
     "policy": str,
     "length": str,
