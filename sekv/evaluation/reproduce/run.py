@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -136,23 +135,15 @@ class Reproduction:
 
 
 def run_bench(options: dict[str, Any], output: Path) -> None:
-    """One command of `sekv bench`, which writes bench.csv and bench.png to `output`.
+    """One command of `sekv bench`, which writes bench.csv and bench.png to `output`."""
+    from sekv.bench.cli import main
 
-    Raises:
-        DataError: this installation has no `sekv bench`.
-    """
-    try:
-        bench = importlib.import_module("sekv.bench.cli")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("sekv.bench"):
-            raise
-        raise DataError("this experiment is measured by sekv bench, which this installation does not have") from None
-    flags = {key: value for key, value in options.items() if key != "command"}
     arguments = [str(options["command"])]
-    for key, value in flags.items():
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
-        arguments += [f"--{key.replace('_', '-')}", text]
-    bench.main([*arguments, "--output", str(output)])
+    for key, value in options.items():
+        if key != "command":
+            text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+            arguments += [f"--{key.replace('_', '-')}", text]
+    main([*arguments, "--output", str(output)])
 
 
 def list_experiments(folder: Path | None = None) -> Table:

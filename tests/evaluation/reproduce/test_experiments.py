@@ -10,6 +10,7 @@ import yaml
 
 from sekv.adapter import SeKVAdapter
 from sekv.backbone import DEFAULT_BACKBONE
+from sekv.bench.cli import build_parser as bench_parser
 from sekv.budget import Budget
 from sekv.errors import DataError
 from sekv.evaluation.reproduce.experiment import Experiment, find_experiment, find_experiments
@@ -70,7 +71,12 @@ def test_an_experiment_is_valid(name: str, scale: str, tiny_backbone, tmp_path: 
     for one in made.bench:
         assert all(build_policy(spec, adapter=adapter) for spec in one["policies"])
         assert Budget.parse(one.get("budget", 0.1))
-        assert one["command"] in ("prefill", "decode", "memory")
+        flags = [
+            f"--{key.replace('_', '-')}={value}" for key, value in one.items() if key not in ("command", "lengths")
+        ]
+        assert (
+            bench_parser().parse_args([one["command"], *flags, "--lengths=1", "--output=x"]).command == one["command"]
+        )
         assert all(isinstance(length, int) for length in one["lengths"])
         assert one["backbone"] == DEFAULT_BACKBONE if scale == "small" else "/" in one["backbone"]
 

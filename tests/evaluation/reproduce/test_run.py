@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from sekv.cli import main
-from sekv.errors import DataError
-from sekv.evaluation.reproduce.run import _with_data, run_bench
+from sekv.evaluation.reproduce.run import _with_data
 from sekv.evaluation.reproduce.tables import Table
 
 PNG = b"\x89PNG"
@@ -105,35 +101,15 @@ def test_zooms_by_layer_and_head(run) -> None:
     assert all(0 <= float(cell) <= 100 for row in rows for cell in row[-2:])
 
 
-def test_measurements_go_through_bench(run, tmp_path: Path, monkeypatch) -> None:
-    calls: list[list[str]] = []
-
-    def bench(arguments: list[str]) -> int:
-        calls.append(arguments)
-        folder = Path(arguments[arguments.index("--output") + 1])
-        folder.mkdir(parents=True, exist_ok=True)
-        lines = ["what,policy,length,budget,median_seconds,resident_bytes,other", "memory,full,100,0.1,,2000,x"]
-        (folder / "bench.csv").write_text("\n".join(lines) + "\n")
-        return 0
-
-    monkeypatch.setitem(sys.modules, "sekv.bench", SimpleNamespace())
-    monkeypatch.setitem(sys.modules, "sekv.bench.cli", SimpleNamespace(main=bench))
-    command = {"command": "memory", "policies": ["full", "keydiff"], "lengths": [100, 200], "new_tokens": 3}
-    path = run.make("bench", {"bench": [command]})
+def test_measurements_go_through_bench(run, tmp_path: Path, backbone_folder: str) -> None:
+    command = {"command": "memory", "policies": ["full", "keydiff"], "lengths": [200], "budget": 0.5, "steps": 2}
+    path = run.make("bench", {"bench": [command | {"backbone": backbone_folder, "repeats": 1}]})
     assert main(["reproduce", str(path), "--output", "out", "--device", "cpu"]) == 0
-    expected = ["memory", "--policies", "full,keydiff", "--lengths", "100,200", "--new-tokens", "3", "--device", "cpu"]
-    assert calls == [[*expected, "--output", "out"]]
-    rows = (tmp_path / "out" / "table.csv").read_text().splitlines()
-    assert rows == ["what,policy,length,budget,resident bytes", "memory,full,100,10%,2 KB"]
-
-
-def test_an_installation_without_bench_says_so(tmp_path: Path, monkeypatch) -> None:
-    def missing(name: str) -> Any:
-        raise ModuleNotFoundError(f"No module named '{name}'", name=name)
-
-    monkeypatch.setattr(importlib, "import_module", missing)
-    with pytest.raises(DataError, match="measured by sekv bench, which this installation does not have"):
-        run_bench({"command": "memory"}, tmp_path)
+    header, *rows = [line.split(",") for line in (tmp_path / "out" / "table.csv").read_text().splitlines()]
+    assert header[:4] == ["what", "policy", "length", "budget"]
+    assert [row[:4] for row in rows] == [["memory", policy, "200", "50%"] for policy in ("full", "keydiff")]
+    assert "resident bytes" in header
+    assert (tmp_path / "out" / "bench.png").read_bytes().startswith(PNG)
 
 
 @pytest.mark.usefixtures("no_network")
