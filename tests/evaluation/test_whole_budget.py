@@ -51,7 +51,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 LINE = {"task": "f", "context": TEXT * 6, "question": "Who?", "answer_prefix": "It is", "answers": ["Ann"]}
 TASKS = {
     "niah": "niah:400",
-    "needle": "ruler:niah_single_1:1024",
+    "needle": "ruler:niah_single_1:2048",
     "many needles": "ruler:niah_multikey_2:1200",
     "several values": "ruler:niah_multivalue:1200",
     "tracking": "ruler:vt:3000",
