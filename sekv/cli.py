@@ -1,4 +1,4 @@
-"""The `sekv` command: train | plan | export | evaluate | sweep | report | generate | bench.
+"""The `sekv` command: train | plan | export | evaluate | sweep | reproduce | report | generate | bench.
 
 Nothing heavy is imported before a subcommand runs, so that `--help` and a mistyped flag answer at once.
 """
@@ -91,6 +91,17 @@ on several devices or machines:
   torchrun --nproc-per-node 8 -m sekv sweep sweep.yaml
   srun --ntasks 32 sekv sweep sweep.yaml"""
 
+_REPRODUCE_EPILOG = """\
+examples:
+  sekv reproduce --list
+  sekv reproduce budget-table
+  sekv reproduce needle-heatmaps --limit 3 --output results/needles
+  sekv reproduce gsm8k-50-shot --data published/gsm8k
+  sekv reproduce main-table --paper-scale --adapter checkpoints/llama-3.1-8b
+
+DIR gets table.csv, table.md and a figure beside the answers. Stopped and run again, the command goes on where it
+stopped. At paper scale torchrun and SLURM share the work, as for sekv sweep."""
+
 _REPORT_EPILOG = """\
 examples:
   sekv evaluate --policy 'full,nestedkv,sekv[routing=mean]' --tasks niah:2048 --budget 0.1,0.2 --trace 2 \\
@@ -150,6 +161,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_export(commands)
     _add_evaluate(commands)
     _add_sweep(commands)
+    _add_reproduce(commands)
     _add_report(commands)
     _add_generate(commands)
     return parser
@@ -191,7 +203,7 @@ def _add_evaluate(commands: Any) -> None:
     command.add_argument("--baseline", metavar="P", help="one of the policies, to compare the others with per sample")
     command.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for results")
     command.add_argument("--restart", action="store_true", help=_RESTART_HELP)
-    command.add_argument("--cache", type=Path, metavar="DIR", help="keep contexts once read here, as large as their KV")
+    command.add_argument("--cache", type=Path, metavar="DIR", help="keep contexts and their memories here")
     command.add_argument(
         "--diagnose",
         action="store_true",
@@ -214,6 +226,29 @@ def _add_sweep(commands: Any) -> None:
     command.add_argument("--output", type=Path, metavar="DIR", help="folder for results, instead of the file's")
     command.add_argument("--restart", action="store_true", help=_RESTART_HELP)
     command.set_defaults(handler=_sweep)
+
+
+def _add_reproduce(commands: Any) -> None:
+    command = commands.add_parser(
+        "reproduce",
+        help="make a table or figure of the papers: reproduce --list names them",
+        description="Run one experiment of configs/reproduce, in its small form or at the paper's scale.",
+        epilog=_REPRODUCE_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("name", metavar="NAME", nargs="?", help="of the experiment, or its YAML")
+    command.add_argument("--list", action="store_true", help="say what there is")
+    command.add_argument("--paper-scale", action="store_true", help="the published backbone, lengths and samples")
+    command.add_argument("--output", type=Path, metavar="DIR", help="(default: results/reproduce/NAME-SCALE)")
+    command.add_argument("--data", type=Path, metavar="FOLDER", help="published files of benchmarks, without network")
+    command.add_argument("--configs", type=Path, metavar="DIR", help="other experiments (default: configs/reproduce)")
+    command.add_argument("--backbone", metavar="B", help="instead of the experiment's")
+    command.add_argument("--adapter", metavar="A", help="likewise")
+    command.add_argument("--dtype", metavar="T", choices=("auto", "float32", "bfloat16", "float16"), help="likewise")
+    command.add_argument("--device", metavar="D", help="likewise")
+    command.add_argument("--limit", type=int, metavar="N", help="most samples of each task and seed, likewise")
+    command.add_argument("--restart", action="store_true", help=_RESTART_HELP)
+    command.set_defaults(handler=_reproduce)
 
 
 def _add_report(commands: Any) -> None:
@@ -390,6 +425,32 @@ def _sweep(options: argparse.Namespace) -> int:
 
     sweep = Sweep.read(options.config)
     sweep.session(options.restart).run(sweep.plan(options.output), Console(), Console(stderr=True))
+    return 0
+
+
+def _reproduce(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from sekv.evaluation.reproduce.experiment import find_experiment
+    from sekv.evaluation.reproduce.run import list_experiments, reproduce
+
+    console = Console()
+    if options.list:
+        console.print(list_experiments(options.configs).for_terminal())
+        return 0
+    if options.name is None:
+        raise DataError("no experiment named; sekv reproduce --list says what there is")
+    given = {key: getattr(options, key) for key in ("backbone", "adapter", "dtype", "device", "limit")}
+    reproduce(
+        find_experiment(options.name, options.configs),
+        "paper" if options.paper_scale else "small",
+        options.output,
+        console,
+        Console(stderr=True),
+        data=options.data,
+        restart=options.restart,
+        **given,
+    )
     return 0
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sekv.backbone import Backbone
 from sekv.budget import Budget
@@ -51,14 +52,30 @@ def memory_ids(prompt: Prompt, query_aware: bool) -> list[int]:
 
 def read_context(backbone: Backbone, ids: Sequence[int], policies: Sequence[Policy], offload: bool = False) -> Prefill:
     """One prefill that records what all of `policies` need; with `offload` its keys and values lie on the host."""
+    return read_contexts(backbone, [ids], policies, offload)
+
+
+def read_contexts(
+    backbone: Backbone, contexts: Sequence[Sequence[int]], policies: Sequence[Policy], offload: bool = False
+) -> Prefill:
+    """The same for a batch of contexts, each with a token or more."""
     return prefill(
         backbone,
-        torch.tensor([list(ids)], dtype=torch.long),
+        *left_padded_ids(backbone, contexts),
         surprisal=any(policy.needs_surprisal for policy in policies),
         window=max((policy.window for policy in policies), default=0),
         offload=offload,
         observers=list(dict.fromkeys(observer for policy in policies for observer in policy.observers)),
     )
+
+
+def left_padded_ids(backbone: Backbone, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+    """Token ids of unequal length as one batch [B, N], padded on the left, and a mask that is 1 where they are real."""
+    n = max(map(len, rows))
+    pad = pad_token(backbone)
+    ids = torch.tensor([[pad] * (n - len(row)) + list(row) for row in rows], device=backbone.device)
+    mask = torch.tensor([[0] * (n - len(row)) + [1] * len(row) for row in rows], device=backbone.device)
+    return ids, mask
 
 
 def answer(
@@ -96,7 +113,7 @@ def answer(
             attention_mask=torch.ones_like(ids),
             cache=fork,
             max_new_tokens=max_new_tokens,
-            pad_token_id=_pad_token(backbone),
+            pad_token_id=pad_token(backbone),
             **{"do_sample": False, **options},
         )
     new = output[0, ids.shape[1] :].tolist()
@@ -114,8 +131,8 @@ def answer(
     )
 
 
-def _pad_token(backbone: Backbone) -> int:
-    # One sequence is never padded; naming a token keeps transformers from warning that none is set.
+def pad_token(backbone: Backbone) -> int:
+    """What fills the rows of a batch up; masked, so any token will do where a tokenizer has none for it."""
     pad = backbone.tokenizer.pad_token_id if backbone.tokenizer is not None else None
     return pad if isinstance(pad, int) else 0
 
@@ -127,7 +144,6 @@ def ask(
     prompt: Prompt,
     max_new_tokens: int,
     query_aware: bool = False,
-    on_memory: Callable[[CompressedCache], None] | None = None,
     **options: Any,
 ) -> Answer:
     """Compresses a context that was read and answers the prompt from it.
@@ -139,7 +155,6 @@ def ask(
         prompt: what is asked.
         max_new_tokens: most tokens to decode.
         query_aware: the question was read and is compressed with the context.
-        on_memory: called with the compressed context before it is asked.
         options: as for `answer`.
 
     Returns:
@@ -147,8 +162,6 @@ def ask(
     """
     start = time.perf_counter()
     cache = compress(context, policy, budget)
-    if on_memory is not None:
-        on_memory(cache)
     ids = memory_ids(prompt, query_aware)
     found = answer(context.backbone, cache, ids, prompt.ids[len(ids) :], max_new_tokens, **options)
     return replace(found, seconds=time.perf_counter() - start)

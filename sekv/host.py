@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sekv.host_copy import courier
-from sekv.memory import Basis, components_kept
+from sekv.memory import Basis, Turn, components_kept
 from sekv.rotary import rotate
 
 Index = NDArray[Any]
@@ -108,6 +108,24 @@ class FactorBank:
         self._at = self._table.numpy()
         self.n_entries = len(rank) // 2  # of one side
         self.n_spans = length.shape[1]  # S
+
+    @classmethod
+    def restored(cls, state: dict[str, Tensor], length: Tensor, dtype: torch.dtype, turn: Turn | None) -> FactorBank:
+        """The bank whose `state` this is, of rows of `dtype`; the other arguments are the constructor's."""
+        bank = cls.__new__(cls)
+        bank._left, bank._right, bank._raw, bank._table = (to_host(state[n]) for n in ("left", "right", "raw", "table"))
+        bank._step = to_host(state["step"]) if "step" in state else None
+        bank._raw_step = to_host(state["raw_step"]) if "raw_step" in state else None
+        bank._turn, bank._dtype, bank.dim = turn, dtype, bank._right.shape[1]
+        bank._at = bank._table.numpy()
+        bank.n_entries, bank.n_spans = bank._table.shape[1] // 2, length.shape[1]
+        return bank
+
+    def state(self) -> dict[str, Tensor]:
+        """The bank in tensors."""
+        steps = {"step": self._step, "raw_step": self._raw_step}
+        tables = {"left": self._left, "right": self._right, "raw": self._raw, "table": self._table}
+        return tables | {name: step for name, step in steps.items() if step is not None}
 
     @property
     def is_raw(self) -> Tensor:

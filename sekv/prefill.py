@@ -48,6 +48,13 @@ class Prefill:
     native: dict[int, CacheLayerMixin]
     observed: dict[Hashable, list[Any]] = field(default_factory=dict)
 
+    @classmethod
+    def blank(cls, backbone: Backbone, input_ids: Tensor, surprisal: Tensor | None = None) -> Prefill:
+        """Contexts [B, N] without padding and without keys: what `Policy.prepare` looks at, and nothing else."""
+        none: list[Tensor | None] = [None] * backbone.geometry.num_layers
+        mask = torch.ones_like(input_ids, dtype=torch.bool)
+        return cls(backbone, none, none, none, None, surprisal, input_ids, mask, {})
+
     @property
     def n_tokens(self) -> int:
         """Padded context length N."""

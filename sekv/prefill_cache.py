@@ -41,7 +41,11 @@ class PrefillCache:
         self.folder, self.backbone = folder, backbone
         if len(backbone.geometry.compressible) != backbone.geometry.num_layers:
             raise DataError(f"'{backbone.name}' has layers with caches of their own, which cannot be kept on disk")
-        about = {"backbone": backbone.fingerprint(), "dtype": str(backbone.model.dtype)}
+        about = {
+            "backbone": backbone.fingerprint(),
+            "dtype": str(backbone.model.dtype),
+            "tokenizer": _tokenizer_digest(backbone),
+        }
         here = json.loads(json.dumps(about))
         path = folder / _ABOUT
         if not path.exists():
@@ -80,12 +84,7 @@ class PrefillCache:
         for kind in ("keys", "values", "queries"):
             tensors |= {f"{kind}.{i}": t for i, t in enumerate(getattr(made, kind)) if t is not None}
         tensors |= {k: t for k in ("hidden", "surprisal") if (t := getattr(made, k)) is not None}
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        try:
-            save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        save_tensors(tensors, path)
 
     def _load(self, path: Path, ids: list[int], policies: Sequence[Policy]) -> Prefill | None:
         """What the file holds, or None when `policies` need more."""
@@ -118,6 +117,30 @@ class PrefillCache:
             mask=torch.ones_like(tensors["input_ids"], dtype=torch.bool),
             native={},
         )
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, about: dict[str, str] | None = None) -> None:
+    """Writes a safetensors file, whole or not at all.
+
+    Args:
+        tensors: on any device.
+        path: of the file.
+        about: for its header.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, temporary, metadata=about)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _tokenizer_digest(backbone: Backbone) -> str | None:
+    """A hash of the tokens that a tokenizer knows."""
+    if backbone.tokenizer is None:
+        return None
+    vocabulary = sorted(backbone.tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
 
 def _replace_text(path: Path, text: str) -> None:

@@ -51,8 +51,9 @@ class Record:
         resident_bytes: of the compressed context on the compute tier.
         host_bytes: of the compressed context on the host tier.
         moved_bytes_per_token: from the host, per token read or written after the context.
-        seconds: compression and answer.
-        prefill_seconds: reading the context, once for all policies and budgets.
+        seconds: compression, which all questions about a context share, and answer; a memory that comes from a cache
+            counts with the time it took to make.
+        prefill_seconds: reading the context, once for all policies and budgets, or bringing it from a cache.
         nll: mean -log p of the continuation's tokens in nats, for `perplexity`.
         ppl_ratio: perplexity over that of the full cache, for `perplexity`.
         diagnosis: where a failed answer was lost, one of `sekv.evaluation.diagnosis.CAUSES`; None when not asked for.

@@ -1,17 +1,16 @@
-"""The evaluation loop: one prefill per sample, shared by every policy and budget; every answer is kept at once."""
+"""The evaluation loop: one prefill per context, one memory per policy and budget; every answer is kept at once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -19,43 +18,21 @@ from sekv import __version__
 from sekv.adapter import SeKVAdapter
 from sekv.backbone import Backbone
 from sekv.budget import Budget
-from sekv.cache import CompressedCache
 from sekv.errors import BudgetError, DataError, PolicyError
-from sekv.evaluation.diagnosis import can_diagnose, diagnose
+from sekv.evaluation.asking import Asking, Context, Contexts, Question, budget_number
 from sekv.evaluation.journal import Journal
-from sekv.evaluation.metrics import METRICS
-from sekv.evaluation.perplexity import continuation_surprisal
 from sekv.evaluation.records import Key, Record, Result
 from sekv.evaluation.sample import Sample, Task
 from sekv.evaluation.shards import WHOLE, Shard
 from sekv.evaluation.tasks import parse_tasks
-from sekv.evaluation.trace import Trace
-from sekv.evaluation.zooms import ZoomRecorder
-from sekv.generation import Answer, ask, memory_ids, read_context
-from sekv.policies.base import FullPolicy, Policy, compress
+from sekv.generation import memory_ids
+from sekv.memory_cache import Memory, adapter_digest
+from sekv.policies.base import Policy
 from sekv.policies.registry import build_policy
 from sekv.prefill import Prefill
-from sekv.prefill_cache import PrefillCache
-from sekv.prompt import Prompt, split_prompt
+from sekv.prompt import split_prompt
 
 OnRecord = Callable[[Record], None]
-OnMemory = Callable[[CompressedCache], None]
-
-
-class Question(NamedTuple):
-    """A sample and its prompt, which fits the backbone.
-
-    Attributes:
-        sample: as its task made it.
-        prompt: its token ids.
-        seed: that made the sample.
-        digest: of everything that decides what a right answer is.
-    """
-
-    sample: Sample
-    prompt: Prompt
-    seed: int
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -72,7 +49,7 @@ class Evaluation:
         seeds: of generated samples.
         query_aware: compress the question with the context.
         baseline: specification of the policy that the others are compared with, or None.
-        cache: folder that keeps contexts once read, or None.
+        cache: folder that keeps contexts once read, and their memories, or None.
         diagnose: find out where SeKV loses the answers that it gets wrong; several more answers for each.
         trace: samples of each task and seed, from the first, whose zooms are kept.
     """
@@ -183,10 +160,7 @@ class Evaluation:
     def keys(self, questions: Iterable[Question]) -> list[Key]:
         """The answers that `questions` ask for, in the order in which one process gives them."""
         return [
-            Key(question.sample.task, question.seed, question.sample.index, spec, budget_number(budget))
-            for question in questions
-            for spec in self.policies
-            for budget in self.budgets
+            question.key(spec, budget) for question in questions for spec in self.policies for budget in self.budgets
         ]
 
     def settings(self, backbone: Backbone) -> dict[str, Any]:
@@ -195,7 +169,7 @@ class Evaluation:
             "version": __version__,
             "backbone": backbone.fingerprint(),
             "dtype": str(backbone.model.dtype),
-            "adapter": None if self.adapter is None else _adapter_digest(self.adapter),
+            "adapter": None if self.adapter is None else adapter_digest(self.adapter),
             "query_aware": self.query_aware,
         }
 
@@ -234,137 +208,37 @@ class Evaluation:
         Raises:
             BudgetError: a context needs more rows than a budget gives.
         """
-        reader = _Reader(backbone, list(self.policies.values()), self.cache)
+        contexts = Contexts(backbone, list(self.policies.values()), self.cache)
+        asked = groupby(journal.shard.part(questions), key=lambda one: memory_ids(one.prompt, self.query_aware))
         with journal:
-            for question in journal.shard.part(questions):
-                self._answer(reader, question, journal, on_record)
+            for ids, group in asked:
+                self._answer(contexts.open(ids), list(group), journal, on_record)
         return journal.finish(self.keys(questions), self.baseline)
 
-    def _answer(self, reader: _Reader, question: Question, journal: Journal, on_record: OnRecord | None) -> None:
-        missing = [key for key in self.keys([question]) if key not in journal.records]
-        if not missing:
-            return
-        reading = reader.read(question, self.query_aware)
-        for key in missing:
-            policy = self.policies[key.policy]
-            same = (key._replace(budget=budget_number(budget)) for budget in self.budgets)
-            twin = None if policy.uses_budget else next((k for k in same if k in journal.records), None)
-            trace = None
-            if twin is not None:
-                record = replace(journal.records[twin], budget=key.budget)
-            else:
-                traced = question.sample.index < self.trace
-                record, trace = reading.record(key, policy, self.diagnose, traced)
-            journal.add(record, trace)
-            if on_record is not None:
-                on_record(record)
-
-
-class _Reader:
-    """Reads contexts; questions about one context that follow one another share what was read."""
-
-    def __init__(self, backbone: Backbone, policies: list[Policy], cache: Path | None) -> None:
-        self._backbone, self._policies = backbone, policies
-        self._cache = None if cache is None else PrefillCache(cache, backbone)
-        self._last: tuple[list[int], Prefill, float] | None = None
-
-    def read(self, question: Question, query_aware: bool) -> _Reading:
-        """The context of a question."""
-        ids = memory_ids(question.prompt, query_aware)
-        if self._last is None or self._last[0] != ids:
-            self._last = None  # frees the last context before the next one is read
-            start = time.perf_counter()
-            if self._cache is not None:
-                context = self._cache.read(ids, self._policies)
-            else:
-                context = read_context(self._backbone, ids, self._policies)
-            self._last = ids, context, time.perf_counter() - start
-        return _Reading(question, query_aware, *self._last[1:])
-
-
-class _Reading:
-    """A question and its context."""
-
-    def __init__(self, question: Question, query_aware: bool, context: Prefill, prefill_seconds: float) -> None:
-        self.question, self.query_aware = question, query_aware
-        self.context, self.prefill_seconds = context, prefill_seconds
-        self._full_nll: float | None = None
-
-    def record(
-        self, key: Key, policy: Policy, explain: bool = False, traced: bool = False
-    ) -> tuple[Record, Trace | None]:
-        """Compresses the context by one policy and budget, and answers; `traced` keeps the zooms, if there are any."""
-        sample, budget = self.question.sample, Budget.parse(key.budget)
-        recorder = ZoomRecorder() if traced else None
-        if sample.metric == "perplexity":
-            nll, found = self._surprisal(policy, budget)
-            ratio = math.exp(nll - self._reference())
-            scores: dict[str, Any] = {"score": 100.0 / ratio, "nll": nll, "ppl_ratio": ratio}
-        else:
-            found, score = self._ask(policy, budget, None if recorder is None else recorder.start)
-            scores = {"score": score}
-            if explain and score < 100.0 and can_diagnose(policy):
-                scores["diagnosis"] = diagnose(policy, budget, self.context.n_tokens, self._score, score)
-        record = Record(
-            policy=key.policy,
-            task=key.task,
-            budget=key.budget,
-            query_aware=self.query_aware,
-            seed=key.seed,
-            index=key.number,
-            sample=self.question.digest,
-            depth=sample.depth,
-            context_tokens=self.context.n_tokens,
-            truncated=self.question.prompt.truncated,
-            question=sample.question,
-            answers=sample.answers,
-            output=found.text,
-            new_tokens=len(found.ids),
-            metric=sample.metric,
-            rows=found.rows,
-            resident_bytes=found.resident_bytes,
-            host_bytes=found.host_bytes,
-            moved_bytes_per_token=found.moved_bytes_per_token,
-            seconds=found.seconds,
-            prefill_seconds=self.prefill_seconds,
-            **scores,
-        )
-        if recorder is None:
-            return record, None
-        ids = memory_ids(self.question.prompt, self.query_aware)
-        question_ids = self.question.prompt.ids[len(ids) :]
-        tokenizer = self.context.backbone.tokenizer
-        assert tokenizer is not None  # it made the prompt
-        return record, recorder.trace(tokenizer, ids, question_ids, found.ids)
-
-    def _ask(self, policy: Policy, budget: Budget, on_memory: OnMemory | None = None) -> tuple[Answer, float]:
-        """An answer and its score."""
-        sample = self.question.sample
-        found = ask(
-            self.context,
-            policy,
-            budget,
-            self.question.prompt,
-            sample.max_new_tokens,
-            query_aware=self.query_aware,
-            on_memory=on_memory,
-        )
-        return found, METRICS[sample.metric](found.text, sample.answers, sample.classes)
-
-    def _score(self, policy: Policy, budget: Budget) -> float:
-        return self._ask(policy, budget)[1]
-
-    def _surprisal(self, policy: Policy, budget: Budget) -> tuple[float, Answer]:
-        start = time.perf_counter()
-        cache = compress(self.context, policy, budget)
-        nll, found = continuation_surprisal(self.context.backbone, cache, self.question.prompt.question_ids)
-        return nll, replace(found, seconds=time.perf_counter() - start)
-
-    def _reference(self) -> float:
-        """Mean -log p under the full cache, which every ratio is over."""
-        if self._full_nll is None:
-            self._full_nll, _ = self._surprisal(FullPolicy(), Budget(share=1.0))
-        return self._full_nll
+    def _answer(
+        self, context: Context, questions: Sequence[Question], journal: Journal, on_record: OnRecord | None
+    ) -> None:
+        """Answers questions about one context: each policy and budget compresses it once, one memory at a time."""
+        asked = [Asking(question, self.query_aware, context) for question in questions]
+        for spec, policy in self.policies.items():
+            for budget in self.budgets:
+                memory: Memory | None = None
+                for asking in asked:
+                    key = asking.question.key(spec, budget)
+                    if key in journal.records:
+                        continue
+                    same = (key._replace(budget=budget_number(one)) for one in self.budgets)
+                    twin = None if policy.uses_budget else next((k for k in same if k in journal.records), None)
+                    trace = None
+                    if twin is not None:
+                        record = replace(journal.records[twin], budget=key.budget)
+                    else:
+                        memory = memory or context.memory(policy, budget)
+                        traced = asking.question.sample.index < self.trace
+                        record, trace = asking.record(key, policy, memory, self.diagnose, traced)
+                    journal.add(record, trace)
+                    if on_record is not None:
+                        on_record(record)
 
 
 def evaluate(
@@ -388,11 +262,6 @@ def evaluate(
     return results
 
 
-def budget_number(budget: Budget) -> float | int:
-    """The number that was given: a share at most 1, or rows above 1."""
-    return budget.share if budget.share is not None else int(budget.rows or 0)
-
-
 def _question(backbone: Backbone, sample: Sample, seed: int) -> Question:
     prompt = sample.prompt or split_prompt(
         backbone.tokenizer, sample.context, sample.question, sample.answer_prefix, sample.chat, sample.separator
@@ -406,29 +275,10 @@ def _question(backbone: Backbone, sample: Sample, seed: int) -> Question:
     return Question(sample, prompt, seed, digest)
 
 
-def _adapter_digest(adapter: SeKVAdapter) -> str:
-    """A hash of the adapter's configuration and weights."""
-    digest = hashlib.sha256(json.dumps(asdict(adapter.config), sort_keys=True, default=str).encode())
-    for name, tensor in sorted(adapter.state_dict().items()):
-        digest.update(name.encode() + tensor.detach().cpu().float().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
 def _try_budgets(backbone: Backbone, n_tokens: int, policies: Iterable[Policy], budgets: Sequence[Budget]) -> None:
     """Prepares every policy for a context of `n_tokens` without reading one: a budget too small is refused at once."""
     ids = torch.zeros(1, n_tokens, dtype=torch.long, device=backbone.device)
-    layers = backbone.geometry.num_layers
-    blank = Prefill(
-        backbone=backbone,
-        keys=[None] * layers,
-        values=[None] * layers,
-        queries=[None] * layers,
-        hidden=None,
-        surprisal=torch.zeros(1, n_tokens, device=backbone.device),
-        input_ids=ids,
-        mask=torch.ones_like(ids, dtype=torch.bool),
-        native={},
-    )
+    blank = Prefill.blank(backbone, ids, torch.zeros(1, n_tokens, device=backbone.device))
     for policy in policies:
         for budget in budgets:
             if bool((policy.rows(blank, budget) < blank.lengths).any()):

@@ -30,7 +30,7 @@ class Sweep:
         baseline: one of the policies, which the others are compared with on the same samples.
         query_aware: compress the question with the context.
         adapter: folder of a trained adapter.
-        cache: folder that keeps contexts once read.
+        cache: folder that keeps contexts once read, and their memories.
         trace: samples of each task and seed whose zooms are kept for the report.
         backbone: name, folder or Hub id.
         dtype: of the backbone.
@@ -68,6 +68,19 @@ class Sweep:
             raise DataError(f"sweep file '{path}' is not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(content, dict):
             raise DataError(f"sweep file '{path}' has no keys; it needs policies, budgets, tasks and output")
+        return cls.of(content, f"sweep file '{path}'")
+
+    @classmethod
+    def of(cls, content: dict[str, Any], where: str) -> Sweep:
+        """The sweep that the keys and values of a file say.
+
+        Args:
+            content: by key.
+            where: the file, for errors.
+
+        Raises:
+            DataError: a key is unknown or missing, or a value is of the wrong kind.
+        """
         known = {f.name: f for f in fields(cls)}
         required = [name for name, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
         problems = [f"unknown key '{key}'" for key in content if key not in known]
@@ -78,7 +91,7 @@ class Sweep:
             if key in known and (what := _wrong_kind(key, str(known[key].type), value))
         ]
         if problems:
-            raise DataError(f"sweep file '{path}': {', '.join(problems)}; its keys: {', '.join(known)}")
+            raise DataError(f"{where}: {', '.join(problems)}; its keys: {', '.join(known)}")
         return cls(**content)
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -74,6 +75,17 @@ class Policy(ABC):
     def compress(self, prefill: Prefill, layer: int, plan: Any) -> Store:
         """The store of one compressible layer."""
 
+    def restore(self, prefill: Prefill, layer: int, plan: Any, state: dict[str, Tensor]) -> Store:
+        """The store of one layer from its `Store.state`, for policies whose stores have one.
+
+        Args:
+            prefill: of the context, without keys (`Prefill.blank`).
+            layer: number of the layer.
+            plan: from `prepare`.
+            state: on the compute tier.
+        """
+        raise PolicyError(f"{self.name} keeps no memories: compress the context again")
+
 
 @dataclass(kw_only=True)
 class FullPolicy(Policy):
@@ -112,6 +124,29 @@ def compress(prefill: Prefill, policy: Policy, budget: Budget | str | float | in
         PolicyError: the policy cannot run on this backbone or needs what the prefill did not record.
     """
     budget = Budget.parse(budget)
+    return _compressed(prefill, policy, budget, policy.compress)
+
+
+def restore(prefill: Prefill, policy: Policy, budget: Budget, states: Sequence[dict[str, Tensor]]) -> CompressedCache:
+    """The cache whose stores' states these are, as `compress` made it.
+
+    Args:
+        prefill: of the context, without keys (`Prefill.blank`).
+        policy: the method, with the same options.
+        budget: likewise.
+        states: `Store.state` of every layer; all of them can be compressed.
+    """
+
+    def make(context: Prefill, layer: int, plan: Any) -> Store:
+        return policy.restore(context, layer, plan, states[layer])
+
+    return _compressed(prefill, policy, budget, make)
+
+
+def _compressed(
+    prefill: Prefill, policy: Policy, budget: Budget, make: Callable[[Prefill, int, Any], Store]
+) -> CompressedCache:
+    """A cache of what `make` gives for each layer that can be compressed."""
     if policy.needs_surprisal and prefill.surprisal is None:
         raise PolicyError(f"{policy.name} needs surprisal; call prefill(..., surprisal=True)")
     keep_all = bool((policy.rows(prefill, budget) >= prefill.lengths).all())
@@ -123,7 +158,7 @@ def compress(prefill: Prefill, policy: Policy, budget: Budget | str | float | in
             # A copy: decoding extends these layers, and the prefill may be compressed again.
             layers.append(copy.deepcopy(prefill.native[index]))
             continue
-        store = full_store(prefill, index) if keep_all else policy.compress(prefill, index, plan)
+        store = full_store(prefill, index) if keep_all else make(prefill, index, plan)
         store.max_tail = max_tail
         layers.append(StoreLayer(store, prefill.n_tokens))
     return CompressedCache(layers, prefill.n_tokens)

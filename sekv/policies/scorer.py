@@ -15,7 +15,7 @@ from sekv.errors import PolicyError
 from sekv.policies.base import Policy
 from sekv.policies.selection import keep_headwise, keep_uniform, pooled_rows, protect, pyramid_rows
 from sekv.prefill import Prefill
-from sekv.stores.evicted import EvictedStore
+from sekv.stores.evicted import EvictedStore, Rescore
 
 ALLOCATIONS = ("uniform", "headwise")
 LAYER_ALLOCATIONS = ("uniform", "pyramid", "pooled")
@@ -105,8 +105,16 @@ class ScorerPolicy(Policy):
         """A store of the kept rows."""
         keep = self.keep(prefill, layer, plan.of(layer))
         key, value = prefill.key_value(layer)
-        rescore = self._rescore if self.scores_keys and self.max_rows is not None else None
-        return EvictedStore(key, value, keep, prefill.lengths, rescore)
+        return EvictedStore(key, value, keep, prefill.lengths, self._competition)
+
+    def restore(self, prefill: Prefill, layer: int, plan: LayerRows, state: dict[str, Tensor]) -> EvictedStore:
+        """As `compress` made it."""
+        return EvictedStore.restored(state, prefill.lengths, self._competition)
+
+    @property
+    def _competition(self) -> Rescore | None:
+        """How tokens that leave the tail compete with the rows that are kept, if they do."""
+        return self._rescore if self.scores_keys and self.max_rows is not None else None
 
     def score_keys(self, key: Tensor, mask: Tensor) -> Tensor:
         """The same importance from keys alone, for methods with `scores_keys`.

@@ -131,9 +131,16 @@ class SeKVPolicy(Policy):
     def compress(self, prefill: Prefill, layer: int, plan: SpanPlan) -> Store:
         """Summaries and exact rows on the compute tier, bases on the host."""
         with torch.no_grad():
-            bits = None if self.exact_spans else self._config.basis_bits or None
-            options = {"build": self._builder(plan, prefill), "bits": bits, "choose_every": self.choose_every}
-            return self._store(OffloadedSpanStore, prefill, layer, plan, **options)
+            return self._store(OffloadedSpanStore, prefill, layer, plan, **self._offloading(plan, prefill))
+
+    @torch.no_grad()
+    def restore(self, prefill: Prefill, layer: int, plan: SpanPlan, state: dict[str, Tensor]) -> Store:
+        """As `compress` made it."""
+        return OffloadedSpanStore.restored(state, plan, self._routing(layer), **self._offloading(plan, prefill))
+
+    def _offloading(self, plan: SpanPlan, prefill: Prefill) -> dict[str, Any]:
+        bits = None if self.exact_spans else self._config.basis_bits or None
+        return {"build": self._builder(plan, prefill), "bits": bits, "choose_every": self.choose_every}
 
     def _builder(self, plan: SpanPlan, prefill: Prefill) -> MemoryBuilder:
         dim = prefill.backbone.geometry.head_dim
@@ -149,8 +156,11 @@ class SeKVPolicy(Policy):
     def _store(self, kind: type, prefill: Prefill, layer: int, plan: SpanPlan, **options: Any) -> Store:
         key, value = prefill.key_value(layer)
         memory = self._builder(plan, prefill)(key, value, plan.tokens, self.token_weights(prefill))
+        return kind(key, value, memory, plan, self._routing(layer), **options)
+
+    def _routing(self, layer: int) -> Routing:
         router = None if self.adapter is None else self.adapter.router(layer)
-        routing = Routing(
+        return Routing(
             mode=self.routing,
             router=router if self.routing == "learned" else None,
             summary_bias=self._config.summary_bias
@@ -160,7 +170,6 @@ class SeKVPolicy(Policy):
             zoom=self._config.zoom,
             share_group=self._config.share_group,
         )
-        return kind(key, value, memory, plan, routing, **options)
 
     def token_weights(self, prefill: Prefill) -> Tensor:
         """Weight of each token in its span's summary [B, N]: surprisal, or 1 under `summary_weights=uniform`."""

@@ -113,6 +113,10 @@ class SemantiCachePolicy(Policy):
         merged_key, size = merge_rows(key, row, n_rows)
         return MergedStore(merged_key, merge_rows(value, row, n_rows)[0], size, prefill.lengths)
 
+    def restore(self, prefill: Prefill, layer: int, plan: ChunkPlan, state: dict[str, Tensor]) -> MergedStore:
+        """As `compress` made it."""
+        return MergedStore.restored(state, prefill.lengths)
+
     def row_of_token(self, key: Tensor, mask: Tensor, plan: ChunkPlan) -> Tensor:
         """The row of each token [B, K, N], numbered by their first tokens; padding has the number of rows."""
         batch, kv_heads, n, dim = key.shape

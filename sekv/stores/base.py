@@ -18,8 +18,9 @@ TAIL_BLOCK = 32  # tail tokens that leave together, so that rows rarely move
 
 def tensor_bytes(tensors: Iterable[Tensor | None]) -> int:
     """Bytes of the storages behind `tensors`, each storage counted once however many views look at it."""
-    seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(seen.values())
+    storages = [t.untyped_storage() for t in tensors if t is not None]
+    # An empty storage may have the address of another one.
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}.values())
 
 
 @dataclass
@@ -310,6 +311,14 @@ class Store(ABC):
 
     def record_choices(self) -> list[Tensor] | None:
         """Begins to keep which spans queries read, here and in later forks; None from a store that never chooses."""
+        return None
+
+    def state(self) -> dict[str, Tensor] | None:
+        """The tensors from which `Policy.restore` makes the context memory again; None when not worth keeping.
+
+        Not worth keeping is a memory that has all keys and values of the context as they are: it is made of them as
+        quickly as it would be read.
+        """
         return None
 
     @abstractmethod

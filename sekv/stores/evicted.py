@@ -152,6 +152,25 @@ class EvictedStore(Store):
         per_group.flatten(1).addmm_(self.members, per_block.flatten(1))
         return per_group
 
+    @classmethod
+    def restored(cls, state: dict[str, Tensor], lengths: Tensor, rescore: Rescore | None = None) -> EvictedStore:
+        """The store whose `state` this is; the other arguments are the constructor's."""
+        keep = torch.arange(int(state["rows"].max()), device=lengths.device) < state["rows"][..., None]
+        padded = []
+        for name in ("key", "value"):
+            rows = state[name]
+            padded.append(rows.new_zeros(*keep.shape, rows.shape[1]))
+            padded[-1][keep] = rows
+        return cls(padded[0], padded[1], keep, lengths, rescore)
+
+    def state(self) -> dict[str, Tensor]:
+        """Kept rows, head behind head in the order of their positions, and how many each head has."""
+        counts = self.rows_per_head[..., None]
+        place = torch.arange(int(counts.max()), device=counts.device)
+        row = (self._first[..., None] + place)[place < counts]
+        key, value = (blocks.flatten(0, 1)[row] for blocks in (self.key_blocks, self.value_blocks))
+        return {"key": key, "value": value, "rows": self.rows_per_head}
+
     def resident_tensors(self) -> list[Tensor | None]:
         """Kept rows, their index, and the tail."""
         tables = [self.group, self.bias, self.members, self.rows_per_head, self._first]

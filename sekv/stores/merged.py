@@ -40,6 +40,15 @@ class MergedStore(Store):
         tail = RowSet(self.exact.key, self.exact.value, visible=visible)
         return mixed_attention(query, [merged, tail], scaling)[0]
 
+    @classmethod
+    def restored(cls, state: dict[str, Tensor], lengths: Tensor) -> MergedStore:
+        """The store of contexts of these lengths whose `state` this is."""
+        return cls(state["key"], state["value"], state["size"], lengths)
+
+    def state(self) -> dict[str, Tensor]:
+        """Merged rows and their sizes."""
+        return {"key": self.merged_key, "value": self.merged_value, "size": self.log_size.exp().round().long()}
+
     def resident_tensors(self) -> list[Tensor | None]:
         """Merged rows, their sizes, and the tail."""
         return [self.merged_key, self.merged_value, self.log_size, self.rows_per_head, *self.exact.tensors()]

@@ -233,25 +233,66 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         super().__init__(key, value, memory, plan, routing)
         self.choose_every = choose_every
         self._bits, self._build = bits, build
+        self._lay_out(self._bank(memory, self._length), memory.summary_key, memory.summary_value)
+        self.index = None if self.index is None else self.index.quantised()
+        # Evaluation only: the teacher's mass needs every exact key.
+        self.span_keys = token_rows(memory.raw_key, plan.tokens) if routing.mode == "oracle" else None
+
+    def _lay_out(self, bank: FactorBank, summary_key: Tensor, summary_value: Tensor) -> None:
+        """Sets up everything that reads the bank; until then `exact` holds the exact rows alone."""
+        plan, routing, kv_heads = self.plan, self.routing, summary_key.shape[1]
         self._block: FoldedBlock | None = None
-        bank = self._bank(memory, self._length)
-        sharers = 1 if routing.share_group or routing.router is None else routing.router.bias.shape[0] // key.shape[1]
-        self._set_costs(plan.segmentation.zoom_cost, plan.zoom_rows, sharers * key.shape[1])
+        sharers = 1 if routing.share_group or routing.router is None else routing.router.bias.shape[0] // kv_heads
+        self._set_costs(plan.segmentation.zoom_cost, plan.zoom_rows, sharers * kv_heads)
         spared = 0 if plan.segmentation.merged else 1
         most = sharers * slots_needed(self._length, plan.zoom_rows, spared) if routing.zoom else 0
-        self.summaries = Summaries(memory.summary_key, memory.summary_value, plan.segmentation, routing.summary_bias)
+        self.summaries = Summaries(summary_key, summary_value, plan.segmentation, routing.summary_bias)
         self.reader = SpanReader(
             bank,
             self._length,
             visibility_bias(plan.segmentation.exact_mask),
-            key.shape[1],
+            kv_heads,
             min(most, int(self._length.sum(-1).max())),
             self.summaries,
         )
         self.exact = self.reader.layout(self.exact.key, self.exact.value)
-        self.index = None if self.index is None else self.index.quantised()
-        # Evaluation only: the teacher's mass needs every exact key.
-        self.span_keys = token_rows(memory.raw_key, plan.tokens) if routing.mode == "oracle" else None
+
+    @classmethod
+    def restored(
+        cls,
+        state: dict[str, Tensor],
+        plan: SpanPlan,
+        routing: Routing,
+        bits: int | None = None,
+        build: MemoryBuilder | None = None,
+        choose_every: int = 1,
+    ) -> OffloadedSpanStore:
+        """The store whose `state` this is; the other arguments are the constructor's."""
+        store = cls.__new__(cls)
+        Store.__init__(store, ExactRows(state["exact_key"], state["exact_value"]), plan.lengths)
+        store.plan, store.routing = plan, routing
+        store._bits, store._build, store.choose_every = bits, build, choose_every
+        kept = {name.removeprefix("bank."): tensor for name, tensor in state.items() if name.startswith("bank.")}
+        summary_key = state["summary_key"]
+        restored = FactorBank.restored(kept, store._length, summary_key.dtype, plan.turn)
+        store._lay_out(restored, summary_key, state["summary_value"])
+        store.index = TokenIndex(state["index"], state["index_step"]) if "index" in state else None
+        router = routing.router
+        store.norm = None if router is None or store.index is not None else summary_norm(router, summary_key)
+        store.span_keys = state.get("span_keys")
+        return store
+
+    def state(self) -> dict[str, Tensor]:
+        """Exact rows, summaries, the bank and what chooses spans; only before later tokens were taken in."""
+        self._check_own_context()
+        assert isinstance(self.reader.bank, FactorBank)
+        exact = slice(0, self.reader.n_exact)
+        found = {"exact_key": self.exact.key[:, :, exact], "exact_value": self.exact.value[:, :, exact]}
+        found |= {"summary_key": self.summary_key, "summary_value": self.summary_value}
+        found |= {f"bank.{name}": tensor for name, tensor in self.reader.bank.state().items()}
+        if self.index is not None and self.index.step is not None:
+            found |= {"index": self.index.keys, "index_step": self.index.step}
+        return found if self.span_keys is None else found | {"span_keys": self.span_keys}
 
     def _bank(self, memory: SpanMemory, length: Tensor) -> FactorBank:
         return FactorBank(

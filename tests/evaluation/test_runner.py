@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from sekv import memory_cache
 from sekv.adapter import SeKVAdapter, SeKVConfig
 from sekv.errors import AdapterError, BudgetError, DataError, PolicyError
-from sekv.evaluation import runner
+from sekv.evaluation import asking
 from sekv.evaluation.runner import Evaluation, evaluate
 from sekv.evaluation.shards import Shard
 from sekv.prompt import split_prompt
@@ -118,8 +119,8 @@ def test_two_runs_with_one_seed_agree_and_a_restart_replaces_the_old(tiny_backbo
 
 def test_each_context_is_read_once(tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch) -> None:
     reads = []
-    real = runner.read_context
-    monkeypatch.setattr(runner, "read_context", lambda *args: reads.append(args) or real(*args))
+    real = asking.read_context
+    monkeypatch.setattr(asking, "read_context", lambda *args: reads.append(args) or real(*args))
     evaluate(tiny_backbone, POLICIES, [str(task_file)], [0.3, 0.6], tmp_path / "out")
     assert len(reads) == 3
 
@@ -197,7 +198,7 @@ def test_a_budget_too_small_for_a_context_of_middle_length_is_found_before_any_i
     line = {"task": "t", "question": "q", "answer_prefix": "", "answers": ["a"], "max_new_tokens": 4}
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(line | {"context": "a" * n}) + "\n" for n in lengths))
-    monkeypatch.setattr(runner, "read_context", lambda *args: pytest.fail("a context was read"))
+    monkeypatch.setattr(asking, "read_context", lambda *args: pytest.fail("a context was read"))
     with pytest.raises(BudgetError, match="needs at least"):
         evaluate(tiny_backbone, ["full", "sekv[routing=mean]"], [str(path)], [0.2], tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -207,9 +208,9 @@ def test_a_policy_that_ignores_the_budget_answers_once_for_all_budgets(
     tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
     asked = []
-    real = runner.ask
+    real = asking.Context.memory
     monkeypatch.setattr(
-        runner, "ask", lambda context, policy, *a, **k: asked.append(policy) or real(context, policy, *a, **k)
+        asking.Context, "memory", lambda context, policy, *a: asked.append(policy) or real(context, policy, *a)
     )
     evaluation = Evaluation.plan(["full", "keydiff"], [str(task_file)], [0.2, 0.5, 64], tmp_path / "out", limit=2)
     seen: list[Any] = []
@@ -227,7 +228,7 @@ def test_a_policy_that_ignores_the_budget_answers_once_for_all_budgets(
 def test_a_budget_too_small_is_found_before_the_first_context_is_read(
     tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch, budget: float
 ) -> None:
-    monkeypatch.setattr(runner, "read_context", lambda *args: pytest.fail("a context was read"))
+    monkeypatch.setattr(asking, "read_context", lambda *args: pytest.fail("a context was read"))
     with pytest.raises(BudgetError, match="needs at least"):
         evaluate(tiny_backbone, ["keydiff", "sekv[routing=mean]"], [str(task_file)], [0.5, budget], tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -264,8 +265,8 @@ def test_a_run_stopped_twice_gives_the_records_of_an_uninterrupted_one(
     tiny_backbone, task_file: Path, tmp_path: Path, monkeypatch
 ) -> None:
     reads = []
-    real = runner.read_context
-    monkeypatch.setattr(runner, "read_context", lambda *args: reads.append(args[1]) or real(*args))
+    real = asking.read_context
+    monkeypatch.setattr(asking, "read_context", lambda *args: reads.append(args[1]) or real(*args))
 
     def run(folder: str, after: int | None) -> None:
         evaluation = Evaluation.plan(POLICIES, [str(task_file), "niah:400"], [0.3, 64], tmp_path / folder, limit=2)
@@ -309,7 +310,7 @@ def test_a_folder_of_another_run_is_refused_before_a_context_is_read(
 ) -> None:
     out = tmp_path / "out"
     evaluate(tiny_backbone, ["full"], ["niah:1200"], [1.0], out, limit=1)
-    monkeypatch.setattr(runner, "read_context", lambda *args: pytest.fail("a context was read"))
+    monkeypatch.setattr(asking, "read_context", lambda *args: pytest.fail("a context was read"))
     other = make_tiny_backbone("llama", seed=7)
     for backbone, change, message in (
         (other, {}, "another run .backbone"),
@@ -334,18 +335,25 @@ def test_a_baseline_is_compared_with_per_sample(tiny_backbone, task_file: Path, 
         Evaluation.plan(["full"], [str(task_file)], [0.3], tmp_path / "out", baseline="snapkv")
 
 
-def test_questions_about_one_context_read_it_once_and_a_cache_keeps_it(
+def test_questions_about_one_context_compress_it_once_and_a_cache_keeps_it(
     tiny_backbone, tmp_path: Path, monkeypatch
 ) -> None:
     line = {"task": "t", "context": " ".join(SENTENCES), "answer_prefix": "", "answers": ["1"], "max_new_tokens": 4}
     path = tmp_path / "t.jsonl"
     path.write_text("".join(json.dumps(line | {"question": f"Room {i}?"}) + "\n" for i in range(3)))
     reads = []
-    real = runner.read_context
-    monkeypatch.setattr(runner, "read_context", lambda *args: reads.append(args) or real(*args))
+    real = asking.read_context
+    monkeypatch.setattr(asking, "read_context", lambda *args: reads.append(args) or real(*args))
+    made = []
+    compress = memory_cache.compress
+    monkeypatch.setattr(memory_cache, "compress", lambda *args: made.append(args[1].name) or compress(*args))
     evaluate(tiny_backbone, POLICIES, [str(path)], [0.3], tmp_path / "plain")
     assert len(reads) == 1
+    assert made == [policy.partition("[")[0] for policy in POLICIES]
     for folder in ("one", "two"):
+        made.clear()
         evaluate(tiny_backbone, POLICIES, [str(path)], [0.3], tmp_path / folder, cache=tmp_path / "cache")
         assert plain(tmp_path / folder / "samples.jsonl") == plain(tmp_path / "plain" / "samples.jsonl")
+    assert made == ["full"]  # the others come from the folder
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 1
+    assert len(list((tmp_path / "cache" / "memories").glob("*.safetensors"))) == len(POLICIES) - 1

@@ -51,6 +51,15 @@ class BenchmarkTask(Task):
         self._data = Path(options["data"]) if "data" in options else None
         self._max_length, self._max_new = (_number(options, key, spec) for key in ("max_length", "max_new_tokens"))
 
+    def check(self) -> None:
+        """Asks for the first question, so that data that cannot be had is known before a backbone is loaded.
+
+        Raises:
+            DataError: there is none.
+        """
+        if not list(islice(self._parts(), 1)):
+            raise DataError(f"{self.names[0]} has no questions")
+
     def samples(
         self, tokenizer: PreTrainedTokenizerBase, max_positions: int, limit: int | None, seed: int
     ) -> list[Sample]:
