@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -104,8 +105,8 @@ def _draw(left: Axes, right: Axes, figures: Sequence[Figure], policies: Sequence
         }
         lengths = [f.length for f in points]
         values = [f.resident_bytes if what == "memory" else f.median_seconds for f in points]
-        left.plot(lengths, values, label=policy, **style)
-        right.plot(lengths, [f.ratio_to_full for f in points], **style)
+        for axes, drawn in ((left, values), (right, [f.ratio_to_full for f in points])):
+            axes.plot(lengths, [math.nan if x is None else float(x) for x in drawn], label=policy, **style)
     scale = format_bytes if what == "memory" else format_seconds
     left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: scale(value)))
     left.set_title(f"{what}: {_TITLES[what]}", fontsize="medium", loc="left")

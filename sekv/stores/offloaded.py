@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -102,7 +103,7 @@ class OffloadedStore(Store):
     def expect(self, zoomed: Tensor) -> None:
         """Fetches spans [B, K or H, 1, S] that this store's next step may choose, within a bound on their rows."""
         wanted = zoomed.cpu().numpy().reshape(len(self.lengths) * self.exact.key.shape[1], -1, zoomed.shape[-1])
-        self.reader.fetch_ahead(wanted.any(axis=1), self.exact.key.device, self.meter)
+        self.reader.fetch_ahead(np.asarray(wanted.any(axis=1)), self.exact.key.device, self.meter)
 
     def record_choices(self) -> list[Tensor]:
         """The choices of every step from now on, in order, each bool [B, K or H, Q, S]; forks add to the same list."""

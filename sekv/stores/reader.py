@@ -241,7 +241,7 @@ class SpanReader:
         """Rows of spans [M] behind one another, those that are there already without the way from the host."""
         known = np.isin(spans, ahead.spans) if ahead is not None else np.zeros(len(spans), dtype=bool)
         rest = spans[~known]
-        parts = []
+        parts: list[tuple[Index, Tensor, Tensor]] = []
         if ahead is not None and known.any():
             parts.append((ahead.spans, ahead.key, ahead.value))
         if len(rest):
@@ -258,8 +258,8 @@ class SpanReader:
         by_number = np.argsort(there)
         place = by_number[np.searchsorted(there, spans, sorter=by_number)]
         order = torch.from_numpy(ranges(begin[place], length[spans])).to(device)
-        key, value = (torch.cat([part[i] for part in parts]).index_select(0, order) for i in (1, 2))
-        return key, value
+        keys, values = [part[1] for part in parts], [part[2] for part in parts]
+        return torch.cat(keys).index_select(0, order), torch.cat(values).index_select(0, order)
 
     def fetch_ahead(self, likely: Index, device: torch.device, meter: Meter) -> None:
         """Fetches what the next step may want and the slots do not hold.
