@@ -58,7 +58,9 @@ class Footprint:
         if self.whole:
             return self.full_bytes
         spans, merged = self.cut.spans, self._merged_rows
-        layer = self._rows(self.cut.exact + merged + self.slots) + self._rows(spans)
+        layer = self._rows(self.cut.exact + merged + self.slots) + (
+            0 if self._offloads_summaries else self._rows(spans)
+        )
         layer += 2 * self._per_head(merged) * self.geometry.head_dim * _F32 + self._index_bytes
         return self.layers * layer + self._table_bytes
 
@@ -71,7 +73,8 @@ class Footprint:
         tables = (
             spans * _INDEX * (2 * _BANK_TABLE + 4) + spans + self._per_head(self.slots + self._merged_rows) * _INDEX
         )
-        return self.layers * (round(2 * spans * self.span_bytes) + tables)
+        summaries = self._rows(self.cut.spans) if self._offloads_summaries else 0
+        return self.layers * (round(2 * spans * self.span_bytes) + tables + summaries)
 
     @property
     def zoom_rows(self) -> int:
@@ -99,8 +102,9 @@ class Footprint:
         """
         if self.whole:
             return 0.0
-        spans = expansion * (1.0 - reused) * self.zoom_rows * self.cut.spans / self.cut.span_tokens
-        return self.layers * self.geometry.num_kv_heads * spans * 2 * self.span_bytes
+        spans = expansion * self.zoom_rows * self.cut.spans / self.cut.span_tokens  # of a KV head
+        summaries = self._rows(1) * spans if self._offloads_summaries else 0.0
+        return self.layers * (self.geometry.num_kv_heads * spans * (1.0 - reused) * 2 * self.span_bytes + summaries)
 
     @cached_property
     def cut(self) -> Cut:
@@ -128,6 +132,11 @@ class Footprint:
         if self.config.basis_bits:
             return numbers * self.config.basis_bits // 8 + rows * _F32
         return numbers * self.element_bytes
+
+    @property
+    def _offloads_summaries(self) -> bool:
+        """Summaries of single spans lie on the host unless spans are chosen by them."""
+        return self.config.summary_share < 1.0 and self.config.index == "tokens"
 
     @property
     def _merged_rows(self) -> int:

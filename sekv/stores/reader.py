@@ -147,6 +147,7 @@ class SpanReader:
         if self.summaries is not None:
             left = self.summaries.tokens_left(chosen.reshape(len(chosen), -1, chosen.shape[-1]))
             attended += float((left > 0).sum()) / chosen.shape[1]
+            meter.moved_bytes += self.summaries.crossing_bytes(chosen)
         meter.queries += self._batch * self._kv_heads * n_queries
         meter.rows += attended
         if n_queries == 1:

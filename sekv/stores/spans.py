@@ -246,7 +246,9 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         self._set_costs(plan.segmentation.zoom_cost, plan.zoom_rows, sharers * kv_heads)
         spared = 0 if plan.segmentation.merged else 1
         most = sharers * slots_needed(self._length, plan.zoom_rows, spared) if routing.zoom else 0
-        self.summaries = Summaries(summary_key, summary_value, plan.segmentation, routing.summary_bias)
+        self.summaries = Summaries(
+            summary_key, summary_value, plan.segmentation, routing.summary_bias, offload=not self._routes_by_summaries
+        )
         self.reader = SpanReader(
             bank,
             self._length,
@@ -315,11 +317,20 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         chain = self.reader.bank if isinstance(self.reader.bank, BankChain) else BankChain((self.reader.bank,))
         # The block keeps the tables of all layers one and the same.
         self._block, self.plan, self.rewritten = block, block.plan, True
-        summary_key = torch.cat([self.summary_key, memory.summary_key], dim=2)
-        summary_value = torch.cat([self.summary_value, memory.summary_value], dim=2)
+        summary_key, summary_value = (
+            torch.cat([known.to(key.device), later], dim=2)
+            for known, later in ((self.summary_key, memory.summary_key), (self.summary_value, memory.summary_value))
+        )
         segmentation = self.plan.segmentation
         n_rows = self.summaries.n_rows  # the place for them stays as large
-        self.summaries = Summaries(summary_key, summary_value, segmentation, self.routing.summary_bias, n_rows)
+        self.summaries = Summaries(
+            summary_key,
+            summary_value,
+            segmentation,
+            self.routing.summary_bias,
+            n_rows,
+            offload=not self._routes_by_summaries,
+        )
         capacity = self.reader.slots.capacity
         if self.routing.zoom:  # a context kept whole has rows left, but no spans of its own to spend them on
             capacity = max(capacity, slots_needed(self._length, self.plan.zoom_rows, spared=0))
@@ -339,8 +350,14 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
             self.span_keys = torch.cat([self.span_keys, token_rows(memory.raw_key, block.tokens)], dim=2)
 
     @property
+    def _routes_by_summaries(self) -> bool:
+        """Whether every step looks at the summaries of all spans."""
+        mode, router = self.routing.mode, self.routing.router
+        return mode == "mean" or (router is not None and router.key_projection is None)
+
+    @property
     def summary_key(self) -> Tensor:
-        """[B, K, S, d]."""
+        """[B, K, S, d], on the host unless spans are chosen by their summaries."""
         return self.summaries.key
 
     @property

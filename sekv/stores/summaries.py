@@ -2,6 +2,8 @@
 
 Neighbouring spans share a row: the mean of their summaries, weighted by tokens, without the spans that are zoomed into.
 So nothing is dropped and nothing counts twice, whatever the choice. With `summary_share=1` every span has its own row.
+Where rows are shared, the summaries of single spans are needed only to take a zoomed span out of its row: they may lie
+on the host, beside what the span is rebuilt from.
 
 Dimensions: B batch, K KV heads, G query heads per KV head, Q queries, S spans, M summary rows, d head dimension.
 """
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sekv.attention import Merge, RowSet
-from sekv.host import Index
+from sekv.host import Index, to_host
 from sekv.segmentation import Segmentation
 
 
@@ -26,6 +28,7 @@ class Summaries:
         segmentation: lengths of the spans and the row of each.
         bias: added to the logits of summary rows, one number or one for each query head [H].
         n_rows: M, at least as many as the segmentation has; None: as many. Rows that stand for nothing are never seen.
+        offload: keep the summaries of single spans on the host; needs shared rows.
     """
 
     def __init__(
@@ -35,12 +38,15 @@ class Summaries:
         segmentation: Segmentation,
         bias: float | Tensor,
         n_rows: int | None = None,
+        offload: bool = False,
     ) -> None:
-        self.key, self.value, self.merged = key, value, segmentation.merged
         batch, kv_heads, n_spans, dim = key.shape
+        self.merged, self.offloaded = segmentation.merged, offload and segmentation.merged
         self._length, self._row = segmentation.span_length, segmentation.span_row
+        key, value = (x.to(self._length.device) for x in (key, value))
+        self.key, self.value = (to_host(x) if self.offloaded else x for x in (key, value))
         self.n_rows = n_rows or max(1, int(segmentation.summary_rows.max()))
-        per_head = torch.as_tensor(bias, dtype=torch.float32, device=key.device).detach()
+        per_head = torch.as_tensor(bias, dtype=torch.float32, device=self._length.device).detach()
         self._bias = per_head.expand(kv_heads) if per_head.ndim == 0 else per_head
         self._bias = self._bias.reshape(1, kv_heads, -1, 1, 1)  # [1, K, G or 1, 1, 1]
         self._host_bias = self._bias.flatten(2).expand(batch, -1, -1).flatten(0, 1)[..., None].cpu().numpy()
@@ -48,7 +54,9 @@ class Summaries:
         tokens = self._length.float()[:, None, :, None]  # [B, 1, S, 1]
         index = self._row[:, None, :, None].expand(batch, kv_heads, n_spans, dim)
         self._sums = [
-            torch.zeros(batch, kv_heads, self.n_rows, dim, device=key.device).scatter_add(2, index, x.float() * tokens)
+            torch.zeros(batch, kv_heads, self.n_rows, dim, device=self._length.device).scatter_add(
+                2, index, x.float() * tokens
+            )
             for x in (key, value)
         ]
         length, row = (x.repeat_interleave(kv_heads, dim=0).cpu().numpy() for x in (self._length, self._row))
@@ -58,7 +66,7 @@ class Summaries:
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Keys and values of the rows before any zoom [B, K, M, d], in the summaries' dtype."""
-        tokens = torch.from_numpy(self._tokens).to(self.key.device).view(*self.key.shape[:2], -1, 1)
+        tokens = torch.from_numpy(self._tokens).to(self._length.device).view(*self.key.shape[:2], -1, 1)
         key, value = (x / tokens.clamp_min(1) for x in self._sums)
         return key.to(self.key.dtype), value.to(self.value.dtype)
 
@@ -93,15 +101,15 @@ class Summaries:
         return self._rows_without(chosen[:, 0], left[:, 0]) if self.merged else None, bias
 
     def _rows_without(self, chosen: Index, tokens: Index) -> tuple[Tensor, Tensor]:
-        device, shape = self.key.device, self._sums[0].shape
+        device, shape = self._length.device, self._sums[0].shape
         group, span = np.nonzero(chosen)
         target = torch.from_numpy(group * self.n_rows + self._host_row[group, span]).to(device)
-        source = torch.from_numpy(group * chosen.shape[1] + span).to(device)
+        source = torch.from_numpy(group * chosen.shape[1] + span).to(self.key.device)
         weight = torch.from_numpy(self._host_length[group, span].astype(np.float32)).to(device)[:, None]
         left = torch.from_numpy(np.maximum(tokens, 1)).to(device).view(*shape[:3], 1)
         result = []
         for total, x in zip(self._sums, (self.key, self.value), strict=True):
-            gone = x.flatten(0, 2).index_select(0, source).float() * weight
+            gone = x.flatten(0, 2).index_select(0, source).to(device, non_blocking=True).float() * weight
             sums = total.flatten(0, 2).index_add(0, target, gone, alpha=-1.0).view(shape)
             result.append((sums / left).to(x.dtype))
         return result[0], result[1]
@@ -113,12 +121,25 @@ class Summaries:
             zoomed: spans each query zooms into [B, K, 1 or G, Q, S].
         """
         weight = self._length[:, None, None, None] * ~zoomed
-        return RowSet(self.key, self.value, bias=self._bias, merge=Merge(self._row, self.n_rows, weight.float()))
+        key, value = (x.to(self._length.device, non_blocking=True) for x in (self.key, self.value))
+        return RowSet(key, value, bias=self._bias, merge=Merge(self._row, self.n_rows, weight.float()))
+
+    def crossing_bytes(self, chosen: Index) -> int:
+        """Bytes that come from the host to answer: of the chosen spans for one token, of all for several.
+
+        Args:
+            chosen: bool [B * K, C, Q, S].
+        """
+        if not self.offloaded:
+            return 0
+        n = int(chosen.sum()) if chosen.shape[2] == 1 else self.key.shape[:3].numel()
+        return 2 * n * self.key.shape[3] * self.key.element_size()
 
     def tensors(self) -> list[Tensor | None]:
         """The live tensors on the compute tier."""
-        return [self.key, self.value, *self._sums]
+        return [*self._sums, *([] if self.offloaded else [self.key, self.value])]
 
     def host_tensors(self) -> list[Tensor]:
-        """Bookkeeping."""
-        return [torch.from_numpy(x) for x in (self._tokens, self._host_length, self._host_row)]
+        """Bookkeeping, and the summaries if they are offloaded."""
+        tables = [torch.from_numpy(x) for x in (self._tokens, self._host_length, self._host_row)]
+        return [*tables, *([self.key, self.value] if self.offloaded else [])]

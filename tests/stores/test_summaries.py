@@ -16,13 +16,15 @@ from tests.policies.specs import left_padding, randn
 BIAS = torch.tensor([0.5, -1.0, 0.0, 2.0])  # of 4 query heads on 2 KV heads
 
 
-def make(share: float, dtype: torch.dtype = torch.float32, bias: float | Tensor = BIAS) -> Summaries:
+def make(
+    share: float, dtype: torch.dtype = torch.float32, bias: float | Tensor = BIAS, offload: bool = False
+) -> Summaries:
     mask = left_padding([400, 260])
     surprisal = randn(2, 400).exp() * mask
     cut = segment(surprisal, mask, torch.tensor([160, 120]), SegmentationConfig(max_span=16, summary_share=share))
     n_spans = cut.span_length.shape[1]
     key, value = (randn(2, 2, n_spans, 8, seed=s).to(dtype) for s in (1, 2))
-    return Summaries(key, value, cut, bias)
+    return Summaries(key, value, cut, bias, offload=offload)
 
 
 def choices(summaries: Summaries, count: int, seed: int = 0) -> np.ndarray:
@@ -91,10 +93,26 @@ def test_one_bias_serves_all_heads():
     np.testing.assert_array_equal(np.broadcast_to(single, each.shape), each)
 
 
-def test_bytes_are_those_of_the_live_tensors():
-    summaries = make(0.1)
+@pytest.mark.parametrize("offload", [False, True])
+def test_bytes_are_those_of_the_live_tensors(offload):
+    summaries = make(0.1, offload=offload)
     held = {id(x) for x in vars(summaries).values() if isinstance(x, Tensor)}
     held |= {id(x) for x in summaries._sums}
     counted = {id(x) for x in summaries.tensors()}
     small = {id(summaries._bias), id(summaries._length), id(summaries._row)}  # one number per head; the plan's tables
-    assert held - small == counted
+    on_host = {id(x) for x in summaries.host_tensors()} & held
+    assert held - small == counted | on_host and not counted & on_host
+    assert on_host == ({id(summaries.key), id(summaries.value)} if offload else set())
+
+
+def test_offloaded_summaries_answer_alike_and_cross_for_what_is_chosen():
+    here, there = make(0.1), make(0.1, offload=True)
+    chosen = choices(here, 1)
+    left = here.tokens_left(chosen)
+    for one, other in zip(here.without(chosen, left)[0], there.without(chosen, left)[0], strict=True):
+        assert torch.equal(one, other)
+    assert here.crossing_bytes(chosen[:, :, None]) == 0
+    assert there.crossing_bytes(chosen[:, :, None]) == chosen.sum() * 2 * there.key.shape[3] * 4
+    several = np.repeat(chosen[:, :, None], 3, axis=2)
+    assert there.crossing_bytes(several) == there.key.nbytes + there.value.nbytes
+    assert not make(1.0, offload=True).offloaded  # rows of their own are looked at by every step
