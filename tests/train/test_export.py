@@ -38,7 +38,7 @@ def test_the_export_says_where_it_comes_from(checkpoint, tmp_path, backbone_fold
     assert training["hyper_parameters"]["query_window"] == 16
     assert training["parameters"] == SeKVAdapter.from_pretrained(folder).num_parameters
     card = (folder / "README.md").read_text()
-    assert "| steps | 2 |" in card
+    assert "| steps, end to end | 2 |" in card
     assert f"# {folder.name}\n" in card
 
 
