@@ -67,7 +67,8 @@ a task is one of
                      with their own prompts, answer lengths and metrics, from the Hub or from the published files in
                      [data=FOLDER]; [max_length=N] leaves out the middle of longer prompts
   FILE.jsonl         lines with task, context, question, answer_prefix (texts), answers (list of texts), and optionally
-                     max_new_tokens (64) and metric (match_all, match_any, qa_f1, rouge_l, ...)
+                     max_new_tokens (64), metric (match_all, match_any, qa_f1, rouge_l, ...) and chat (true; false
+                     leaves the chat template out)
 
 DIR gets samples.jsonl (every answer, as it comes), then results.json and results.csv (one entry per policy, task and
   budget, with 95% bootstrap intervals), results.md (the scores as a table in Markdown) and scores.png. Killed and run

@@ -79,12 +79,16 @@ def _parse_line(line: str, where: str, number: int) -> Sample:
     metric = record.get("metric", "match_any" if record["task"] in _ALTERNATIVES else "match_all")
     if metric not in METRICS:
         raise DataError(f"{where}: metric is {metric!r}; known: {', '.join(METRICS)}")
+    chat = record.get("chat", True)
+    if not isinstance(chat, bool):
+        raise DataError(f"{where}: chat is {chat!r}, expected true or false (plain text, without the chat template)")
     return Sample(
         **{key: record[key] for key in _TEXTS},
         answers=tuple(answers),
         index=_whole_number(record, "index", 0, number, where),
         max_new_tokens=_whole_number(record, "max_new_tokens", 1, MAX_NEW_TOKENS, where),
         metric=metric,
+        chat=chat,
     )
 
 

@@ -136,6 +136,13 @@ def test_a_needle_prompt_leaves_room_for_its_answer_within_one_percent(tokenizer
         task.samples(tokenizer, 2048, 1, 0)
 
 
+def test_a_line_may_leave_the_chat_template_out(tmp_path, tokenizer) -> None:
+    (task,) = parse_tasks([str(write(tmp_path / "x.jsonl", GOOD | {"chat": False}, GOOD))])
+    assert [sample.chat for sample in task.samples(tokenizer, 4096, None, 0)] == [False, True]
+    with pytest.raises(DataError, match="line 1: chat is 'no', expected true or false"):
+        parse_tasks([str(write(tmp_path / "y.jsonl", GOOD | {"chat": "no"}))])
+
+
 def test_a_file_names_its_metric_and_published_qa_samples_have_alternatives(tmp_path, tokenizer) -> None:
     path = write(tmp_path / "x.jsonl", GOOD | {"task": "qa_1"}, GOOD | {"metric": "match_any"}, GOOD)
     (task,) = parse_tasks([str(path)])
