@@ -65,7 +65,7 @@ def test_evaluate_writes_results_samples_and_plot_and_prints_a_table(
     out = tmp_path / "out"
     argv = ["evaluate", "--backbone", folder, "--policy", "full,sekv[routing=mean,max_span=16],keydiff", "--tasks"]
     assert main([*argv, f"{task_file},niah:512", "--budget", "0.5,100%,150", "--limit", "1", "--output", str(out)]) == 0
-    names = ["results.csv", "results.json", "run.json", "samples.jsonl", "scores.png"]
+    names = ["results.csv", "results.json", "results.md", "run.json", "samples.jsonl", "scores.png"]
     assert sorted(path.name for path in out.iterdir()) == names
     results = json.loads((out / "results.json").read_text())
     assert len(results) == 3 * 2 * 3

@@ -71,7 +71,7 @@ def test_a_damaged_file_is_named(tiny_backbone, tmp_path: Path) -> None:
 
 
 def test_no_file_is_left_half_written(tiny_backbone, tmp_path: Path, monkeypatch) -> None:
-    def fail(tensors: object, path: Path) -> None:
+    def fail(tensors: object, path: Path, **_: object) -> None:
         path.write_bytes(b"half")
         raise OSError("disk full")
 

@@ -113,6 +113,7 @@ def test_the_gpu_script_runs_on_a_cpu(config, tmp_path):
         "DEVICE": "cpu",
         "STEPS": "2",
         "REPEATS": "1",
+        "LIMIT": "1200",
         "OUTPUT": str(tmp_path / "out"),
         "PYTHON": sys.executable,
         "PYTHONPATH": str(ROOT),

@@ -89,7 +89,7 @@ def test_answers_are_readable_as_they_come_and_summarised_when_all_are_there(tmp
         assert journal.finish([one.key, two.key]) is None
         journal.add(two)
     assert journal.finish([one.key, two.key], baseline="full") == summarise([one, two])
-    names = ["paired.csv", "paired.json", "results.csv", "results.json", "run.json", "samples.jsonl"]
+    names = ["paired.csv", "paired.json", "results.csv", "results.json", "results.md", "run.json", "samples.jsonl"]
     assert sorted(path.name for path in folder.iterdir()) == names
 
 
@@ -147,7 +147,7 @@ def test_shards_are_merged_by_the_last_one_in_order(tmp_path: Path) -> None:
     assert zero.finish(keys) == summarise(made)
     assert read_records(tmp_path / "samples.jsonl") == made
     assert sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith(".")) == [
-        "results.csv", "results.json", "run.json", "samples.jsonl",
+        "results.csv", "results.json", "results.md", "run.json", "samples.jsonl",
     ]  # fmt: skip
 
 
@@ -167,7 +167,7 @@ def test_results_json_is_replaced_last(tmp_path: Path, monkeypatch) -> None:
     real = os.replace
     monkeypatch.setattr(os, "replace", lambda old, new: order.append(Path(new).name) or real(old, new))
     finished(tmp_path, records())
-    assert order == ["run.json", "results.csv", "results.json"]
+    assert order == ["run.json", "results.md", "results.csv", "results.json"]
 
 
 def test_results_are_written_as_json_and_csv(tmp_path: Path) -> None:

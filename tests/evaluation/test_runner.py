@@ -55,7 +55,8 @@ def test_an_evaluation_end_to_end(tiny_backbone, task_file: Path, tmp_path: Path
     results = evaluation.run(tiny_backbone, questions, journal, on_record=seen.append)
     assert not [path for path in out.rglob("*") if path.suffix == ".lock"]
     assert len(seen) == len(evaluation.keys(questions)) == 4 * 3 * 2
-    assert sorted(path.name for path in out.iterdir()) == ["results.csv", "results.json", "run.json", "samples.jsonl"]
+    names = ["results.csv", "results.json", "results.md", "run.json", "samples.jsonl"]
+    assert sorted(path.name for path in out.iterdir()) == names
     written = json.loads((out / "results.json").read_text())
     assert {(r["policy"], r["task"], r["budget"]) for r in written} == {
         (policy, task, budget) for policy in POLICIES for task in ("rooms", "niah:512") for budget in (0.3, 1.0)
