@@ -91,7 +91,17 @@ def _environment() -> Environment:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters["seconds"] = lambda x: f"{x:.3g} s"
     environment.filters["groups"] = _groups
+    environment.filters["fact"] = _fact
     return environment
+
+
+def _fact(value: Any) -> str:
+    """What all answers have in common, for a reader: of a fingerprint only what is one number or word."""
+    if isinstance(value, dict):
+        return ", ".join(
+            f"{name.replace('_', ' ')} {one}" for name, one in value.items() if isinstance(one, (str, int))
+        )
+    return str(value)
 
 
 def _groups(rows: Sequence[Row], *names: str) -> list[list[Row]]:

@@ -70,6 +70,15 @@ def test_the_page_says_what_the_records_say(tmp_path: Path) -> None:
     assert not {"spans", "zooms", "differences"} & page.ids
 
 
+def test_of_a_fingerprint_the_page_shows_what_a_person_reads(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "out", make_records())
+    backbone = {"model_type": "llama", "num_layers": 30, "compressible": [0, 1], "weight_sketch": {"0": [1.5]}}
+    (folder / "run.json").write_text(json.dumps({"backbone": backbone, "dtype": "torch.float32"}))
+    text = Page(write_page(folder)).text
+    assert "model type llama, num layers 30" in text
+    assert "weight" not in text and "compressible" not in text
+
+
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:
     path = write_page(write_folder(tmp_path / "out", make_records(), {KEY: make_trace()}))
     page = Page(path)
