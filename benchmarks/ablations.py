@@ -33,10 +33,11 @@ from sekv.corpus import builtin_code, builtin_english, is_held_out
 from sekv.policies.base import compress
 from sekv.policies.sekv import SeKVPolicy
 from sekv.prefill import Prefill
-from sekv.routing import group_sum, select_spans
+from sekv.routing import group_sum
 from train.examples import RouterExample, make_example
 from train.losses import LossConfig, distill_logits
 from train.objective import MiningConfig, mine_queries, read_document
+from train.recall import covered_share
 from train.retrieval import retrieval_sequence
 from train.warmstart import WarmStartConfig, fit_routers
 
@@ -90,8 +91,7 @@ def recall(adapter: SeKVAdapter, example: RouterExample, by_teacher: bool = Fals
     kv_heads = example.key.shape[1]
     wanted = group_sum(example.span_mass, kv_heads)
     order = wanted if by_teacher else group_sum(torch.sigmoid(example.logits(adapter)[1]), kv_heads)
-    taken = select_spans(order, example.cost[:, None, None], example.zoom_rows[:, None, None])
-    return float(((wanted * taken).sum(-1) / wanted.sum(-1).clamp_min(1e-12)).mean())
+    return float(covered_share(wanted, order, example.cost, example.zoom_rows).mean())
 
 
 @torch.no_grad()

@@ -36,13 +36,26 @@ def router_recall(trace: LayerTrace, span_mass: Tensor, mined: Tensor) -> dict[s
         "mean": mean_margin(take_queries(trace.query, mined), trace.summary_key, trace.span_length, trace.scaling),
         "oracle": wanted,
     }
+    cost = trace.segmentation.zoom_cost
+    return {name: covered_share(wanted, margin, cost, trace.zoom_rows) for name, margin in margins.items()}
+
+
+def covered_share(wanted: Tensor, order: Tensor, cost: Tensor, rows: Tensor) -> Tensor:
+    """Share of a mass that lies in the spans taken in an order until the rows are used up.
+
+    Args:
+        wanted: mass per span, summed over the heads that share a choice [B, K, M, S].
+        order: the highest are taken first [B, K, M, S].
+        cost: rows that zooming into a span adds [B, S].
+        rows: rows left for zooming [B].
+
+    Returns:
+        [B]; 0 where there is no mass.
+    """
+    chosen = select_spans(order, cost[:, None, None], rows[:, None, None])
     total = wanted.sum(dim=-1)
-    recall = {}
-    for name, margin in margins.items():
-        chosen = select_spans(margin, trace.segmentation.zoom_cost[:, None, None], trace.zoom_rows[:, None, None])
-        covered = (wanted * chosen).sum(dim=-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
-        recall[name] = masked_mean(covered, total > 0)
-    return recall
+    covered = (wanted * chosen).sum(dim=-1) / total.clamp_min(torch.finfo(total.dtype).tiny)
+    return masked_mean(covered, total > 0)
 
 
 @torch.no_grad()

@@ -246,9 +246,7 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         self._set_costs(plan.segmentation.zoom_cost, plan.zoom_rows, sharers * kv_heads)
         spared = 0 if plan.segmentation.merged else 1
         most = sharers * slots_needed(self._length, plan.zoom_rows, spared) if routing.zoom else 0
-        self.summaries = Summaries(
-            summary_key, summary_value, plan.segmentation, routing.summary_bias, offload=not self._routes_by_summaries
-        )
+        self.summaries = self._make_summaries(summary_key, summary_value)
         self.reader = SpanReader(
             bank,
             self._length,
@@ -296,6 +294,11 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
             found |= {"index": self.index.keys, "index_step": self.index.step}
         return found if self.span_keys is None else found | {"span_keys": self.span_keys}
 
+    def _make_summaries(self, key: Tensor, value: Tensor, n_rows: int | None = None) -> Summaries:
+        """Summaries of the plan's spans, on the host where steps do not look at all of them."""
+        bias, offload = self.routing.summary_bias, not self._routes_by_summaries
+        return Summaries(key, value, self.plan.segmentation, bias, n_rows, offload)
+
     def _bank(self, memory: SpanMemory, length: Tensor) -> FactorBank:
         return FactorBank(
             BankSide(memory.raw_key, memory.key_basis, memory.key_gate),
@@ -323,14 +326,7 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         )
         segmentation = self.plan.segmentation
         n_rows = self.summaries.n_rows  # the place for them stays as large
-        self.summaries = Summaries(
-            summary_key,
-            summary_value,
-            segmentation,
-            self.routing.summary_bias,
-            n_rows,
-            offload=not self._routes_by_summaries,
-        )
+        self.summaries = self._make_summaries(summary_key, summary_value, n_rows)
         capacity = self.reader.slots.capacity
         if self.routing.zoom:  # a context kept whole has rows left, but no spans of its own to spend them on
             capacity = max(capacity, slots_needed(self._length, self.plan.zoom_rows, spared=0))
