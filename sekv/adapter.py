@@ -225,6 +225,11 @@ class SeKVAdapter(nn.Module):
         else:
             self.length_raw = nn.Parameter(torch.full((n, heads), math.log(math.e - 1.0)))  # softplus gives 1
         self.gate = RankGate(config.max_rank, dim, config.gate_hidden)
+        # Not trained by gradient: measured at the warm start.
+        self.register_buffer("row_factor", torch.ones(n))
+
+    row_factor: Tensor
+    """Rows that each layer may zoom into, relative to the mean of all layers [L]."""
 
     @classmethod
     def create(cls, backbone: Backbone, config: SeKVConfig | None = None) -> SeKVAdapter:
@@ -371,6 +376,7 @@ class SeKVAdapter(nn.Module):
             tensors = load_file(path)
         except (safetensors.SafetensorError, OSError) as error:
             raise AdapterError(f"{path} is corrupt or truncated ({error}); export the adapter again") from None
+        tensors.setdefault("row_factor", torch.ones_like(self.row_factor))  # adapters made before layers differed
         expected = self.state_dict()
         problems = [f"missing tensor '{name}'" for name in sorted(expected.keys() - tensors.keys())]
         problems += [f"unexpected tensor '{name}'" for name in sorted(tensors.keys() - expected.keys())]

@@ -7,6 +7,7 @@ training starts from there. *(ours; the paper trains end to end from random proj
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,12 +17,14 @@ from torch import Tensor
 
 from sekv.adapter import SHARE_BIAS, SeKVAdapter
 from sekv.routing import group_max, group_sum, select_spans
+from sekv.stores.plan import share_among_layers
 from train.errors import ConfigError
 from train.examples import RouterExample
 from train.losses import LossConfig
 from train.objective import zoom_loss
 
 _STARTING_BIAS = {"tokens": SHARE_BIAS, "summary": -4.0}  # of the logits: few spans hold much of a head's attention
+_BISECTIONS = 40
 _SMALLEST_VARIANCE = 1e-4  # of a query direction, relative to the largest
 
 
@@ -37,6 +40,8 @@ class WarmStartConfig:
             and keys make them.
         queries: mined queries of the document that a step looks at.
         lr: learning rate of the projections; scale, offset and length coefficient learn ten times faster.
+        layer_rows: how far the rows of the layers follow the attention that lies on spans there: 0 gives every layer
+            the same, 1 as many as hold the attention above one level for all layers.
     """
 
     documents: int = 16
@@ -44,8 +49,11 @@ class WarmStartConfig:
     steps: int = 400
     queries: int = 24
     lr: float = 3e-3
+    layer_rows: float = 0.5
 
     def __post_init__(self) -> None:
+        if not 0 <= self.layer_rows <= 1:
+            raise ConfigError(f"warm start's layer_rows is a share in [0, 1], got {self.layer_rows}")
         if min(self.documents, self.retrieval, self.steps) < 0 or self.queries < 1 or self.lr <= 0:
             raise ConfigError(
                 "warm start needs documents, retrieval and steps >= 0, queries >= 1 and lr > 0, got "
@@ -60,7 +68,7 @@ def fit_routers(
     loss_config: LossConfig,
     on_step: Callable[[int, float], None] | None = None,
 ) -> None:
-    """Sets projections, scales, biases and thresholds of all layers in place.
+    """Sets projections, scales, biases, thresholds and the rows of all layers in place.
 
     Args:
         adapter: its routers are overwritten; the rank gate is left alone.
@@ -70,6 +78,7 @@ def fit_routers(
         on_step: called with the step and the loss.
     """
     _start_from_statistics(adapter, examples)
+    _share_rows(adapter, examples, config)
     if config.steps:
         _minimise(adapter, examples, config, loss_config, on_step)
     _set_thresholds(adapter, examples, config.queries)
@@ -161,6 +170,34 @@ def _start_by_summaries(adapter: SeKVAdapter, examples: Sequence[RouterExample])
 
 
 @torch.no_grad()
+def _share_rows(adapter: SeKVAdapter, examples: Sequence[RouterExample], config: WarmStartConfig) -> None:
+    """Sets each layer's rows so that the last row zoomed into holds about as much attention in every layer.
+
+    The attention per row above which all layers together use the rows that there are is found by bisection.
+    """
+    if not config.layer_rows:
+        adapter.row_factor.fill_(1.0)
+        return
+    kv_heads = examples[0].key.shape[1] // len(adapter.layers)
+    # Attention per row [L * K, M, S], and rows of each span.
+    spans = [(group_sum(x.span_mass, x.key.shape[1])[0] / x.length[0].clamp_min(1), x.length[0]) for x in examples]
+    available = float(torch.cat([x.zoom_rows for x in examples]).float().mean())
+
+    def used(level: float) -> Tensor:
+        rows = [((d > level) * n).sum(-1).float().mean(-1) for d, n in spans]
+        return torch.stack(rows).mean(0).view(-1, kv_heads).mean(1)  # [L]
+
+    low, high = -30.0, 0.0  # logarithms of the level
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if float(used(math.exp(middle)).mean()) > available else (low, middle)
+    wanted = used(math.exp(low))
+    if not bool(wanted.any()):  # nothing looks at spans: nothing tells the layers apart
+        wanted = torch.ones_like(wanted)
+    adapter.row_factor.copy_(1 - config.layer_rows + config.layer_rows * wanted / wanted.mean())
+
+
+@torch.no_grad()
 def _set_thresholds(adapter: SeKVAdapter, examples: Sequence[RouterExample], queries: int) -> None:
     """Sets each layer's thresholds to the alpha at which a query's rows are usually used up: the lower quartile."""
     marginal = [
@@ -178,6 +215,9 @@ def _marginal(adapter: SeKVAdapter, example: RouterExample) -> Tensor:
     """The alpha by which the last span that fits is taken, per KV head and query [L, K * M]; 1 where none fits."""
     alpha = torch.sigmoid(example.logits(adapter)[1])
     kv_heads = example.key.shape[1]
-    chosen = select_spans(group_sum(alpha, kv_heads), example.cost[:, None, None], example.zoom_rows[:, None, None])
+    most = example.cost.clamp_min(0).sum(dim=1)
+    rows = share_among_layers(adapter.row_factor, example.zoom_rows, most)  # [L, 1]
+    rows = rows.repeat_interleave(kv_heads // len(adapter.layers), dim=0).mT[..., None]
+    chosen = select_spans(group_sum(alpha, kv_heads), example.cost[:, None, None], rows)
     strongest = torch.where(chosen, group_max(alpha, kv_heads), 1.0)
     return strongest.amin(dim=-1).reshape(len(adapter.layers), -1)

@@ -18,9 +18,9 @@ from sekv.memory import SpanTokens, build_memory, shortest_factored, span_turn
 from sekv.policies.base import Policy, check_minimum, compress
 from sekv.prefill import Prefill
 from sekv.routing import ROUTINGS
-from sekv.segmentation import segment
+from sekv.segmentation import Segmentation, segment
 from sekv.stores.base import Store
-from sekv.stores.plan import SpanPlan
+from sekv.stores.plan import SpanPlan, share_among_layers
 from sekv.stores.spans import DifferentiableSpanStore, MemoryBuilder, OffloadedSpanStore, Routing
 
 
@@ -119,14 +119,22 @@ class SeKVPolicy(Policy):
         )
         tokens = SpanTokens.of(segmentation)
         longest, last = tokens.padded_index.shape[2], lengths.max() - 1
+        zoom_rows = (rows - segmentation.persistent_rows).clamp_min(0)
         return SpanPlan(
             segmentation=segmentation,
             tokens=tokens,
-            zoom_rows=(rows - segmentation.persistent_rows).clamp_min(0),
+            zoom_rows=zoom_rows,
+            layer_rows=self._layer_rows(zoom_rows, segmentation),
             lengths=lengths,
             n_tokens=prefill.n_tokens,
             turn=span_turn(prefill.backbone.rope, last, longest) if self._config.rope == "pre" else None,
         )
+
+    def _layer_rows(self, zoom_rows: Tensor, segmentation: Segmentation) -> Tensor | None:
+        """[L, B]; None where all layers have as many: without an adapter, and under a bound on every layer's rows."""
+        if self.adapter is None or self.max_rows is not None:
+            return None
+        return share_among_layers(self.adapter.row_factor, zoom_rows, segmentation.zoom_cost.clamp_min(0).sum(dim=1))
 
     def compress(self, prefill: Prefill, layer: int, plan: SpanPlan) -> Store:
         """Summaries and exact rows on the compute tier, bases on the host."""
@@ -136,7 +144,7 @@ class SeKVPolicy(Policy):
     @torch.no_grad()
     def restore(self, prefill: Prefill, layer: int, plan: SpanPlan, state: dict[str, Tensor]) -> Store:
         """As `compress` made it."""
-        return OffloadedSpanStore.restored(state, plan, self._routing(layer), **self._offloading(plan, prefill))
+        return OffloadedSpanStore.restored(state, plan, self._routing(layer, plan), **self._offloading(plan, prefill))
 
     def _offloading(self, plan: SpanPlan, prefill: Prefill) -> dict[str, Any]:
         bits = None if self.exact_spans else self._config.basis_bits or None
@@ -156,13 +164,17 @@ class SeKVPolicy(Policy):
     def _store(self, kind: type, prefill: Prefill, layer: int, plan: SpanPlan, **options: Any) -> Store:
         key, value = prefill.key_value(layer)
         memory = self._builder(plan, prefill)(key, value, plan.tokens, self.token_weights(prefill))
-        return kind(key, value, memory, plan, self._routing(layer), **options)
+        return kind(key, value, memory, plan, self._routing(layer, plan), **options)
 
-    def _routing(self, layer: int) -> Routing:
+    def _routing(self, layer: int, plan: SpanPlan) -> Routing:
         router = None if self.adapter is None else self.adapter.router(layer)
+        rows = None
+        if self.adapter is not None and plan.layer_rows is not None:
+            rows = plan.layer_rows[self.adapter.layers.index(layer)]
         return Routing(
             mode=self.routing,
             router=router if self.routing == "learned" else None,
+            zoom_rows=rows,
             summary_bias=self._config.summary_bias
             if router is None or self.summary_bias is not None
             else router.summary_bias,

@@ -25,6 +25,7 @@ class SpanPlan:
         lengths: true tokens of each context [B].
         n_tokens: padded length of the contexts.
         turn: rotation to undo before keys are factored; None when they are factored as they are.
+        layer_rows: rows left for zooming of each layer [L, B], where they differ; None: `zoom_rows` in all of them.
         folded_rows: summary rows that the spans share since later tokens were folded [B]; None before.
     """
 
@@ -34,6 +35,7 @@ class SpanPlan:
     lengths: Tensor
     n_tokens: int
     turn: Turn | None = None
+    layer_rows: Tensor | None = None
     folded_rows: Tensor | None = None
 
     @cached_property
@@ -49,7 +51,33 @@ class SpanPlan:
     def tensors(self) -> list[Tensor]:
         """The live tensors, for byte counts."""
         tables = [*self.segmentation.tensors(), *vars(self.tokens).values(), *(self.turn or ())]
-        return [*tables, self.zoom_rows, self.lengths]
+        return [*tables, self.zoom_rows, self.lengths, *([] if self.layer_rows is None else [self.layer_rows])]
+
+
+def share_among_layers(factor: Tensor, rows: Tensor, most: Tensor) -> Tensor:
+    """Rows of each layer in proportion to its factor, as many on average as given, none more than it can use.
+
+    What a layer cannot use goes to the others, so that a budget large enough for everything gives everything.
+
+    Args:
+        factor: of each layer, positive [L].
+        rows: of a layer, on average [B].
+        most: that a layer can use [B].
+
+    Returns:
+        int64 [L, B].
+    """
+    weight = factor.double()[:, None] / factor.double().mean()
+    share, total = weight * rows, len(factor) * rows.minimum(most)
+    for _ in range(len(factor)):
+        share = share.minimum(most)
+        spare = total - share.sum(dim=0)
+        if bool((spare < 1).all()):
+            break
+        open_ = weight * (share < most)
+        share = share + spare * open_ / open_.sum(dim=0).clamp_min(torch.finfo(torch.float64).tiny)
+    # Whole rows, none above the mean; rounding errors of what is whole already are not lost.
+    return (share + 1e-6).floor().long()
 
 
 def visibility_bias(mask: Tensor) -> Tensor:

@@ -53,10 +53,12 @@ class Routing:
         zoom: False never zooms: summaries only (ablation).
         share_group: all heads of a KV group attend to the union of their spans.
         summary_bias: added to the logits of summary rows, one number or one per query head [H].
+        zoom_rows: rows left for zooming in this layer [B]; None: as the plan says.
     """
 
     mode: str
     router: LayerRouter | None = None
+    zoom_rows: Tensor | None = None
     summary_bias: float | Tensor = 0.0
     fill: bool = False
     zoom: bool = True
@@ -161,6 +163,11 @@ class SpanStore(Store):
     def _length(self) -> Tensor:
         return self.plan.segmentation.span_length
 
+    @property
+    def _zoom_rows(self) -> Tensor:
+        """Rows left for zooming [B]."""
+        return self.plan.zoom_rows if self.routing.zoom_rows is None else self.routing.zoom_rows
+
     @abstractmethod
     def _exact_sets(self, n_queries: int, tail_mask: Tensor | None) -> list[RowSet]:
         """Exact context rows and the tail."""
@@ -201,7 +208,7 @@ class SpanStore(Store):
             return torch.zeros_like(order, dtype=torch.bool)
         eligible = None if margin is None else margin >= 0
         cost = self.plan.segmentation.zoom_cost[:, None, None]
-        return select_spans(order, cost, self.plan.zoom_rows[:, None, None], eligible)
+        return select_spans(order, cost, self._zoom_rows[:, None, None], eligible)
 
 
 class OffloadedSpanStore(OffloadedStore, SpanStore):
@@ -243,9 +250,9 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         plan, routing, kv_heads = self.plan, self.routing, summary_key.shape[1]
         self._block: FoldedBlock | None = None
         sharers = 1 if routing.share_group or routing.router is None else routing.router.bias.shape[0] // kv_heads
-        self._set_costs(plan.segmentation.zoom_cost, plan.zoom_rows, sharers * kv_heads)
+        self._set_costs(plan.segmentation.zoom_cost, self._zoom_rows, sharers * kv_heads)
         spared = 0 if plan.segmentation.merged else 1
-        most = sharers * slots_needed(self._length, plan.zoom_rows, spared) if routing.zoom else 0
+        most = sharers * slots_needed(self._length, self._zoom_rows, spared) if routing.zoom else 0
         self.summaries = self._make_summaries(summary_key, summary_value)
         self.reader = SpanReader(
             bank,
@@ -329,11 +336,11 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         self.summaries = self._make_summaries(summary_key, summary_value, n_rows)
         capacity = self.reader.slots.capacity
         if self.routing.zoom:  # a context kept whole has rows left, but no spans of its own to spend them on
-            capacity = max(capacity, slots_needed(self._length, self.plan.zoom_rows, spared=0))
+            capacity = max(capacity, slots_needed(self._length, self._zoom_rows, spared=0))
         if capacity > self.reader.slots.capacity:
             self.exact.widen(capacity - self.reader.slots.capacity)
         self.reader = self.reader.extended(chain.extended(bank), self._length, capacity, self.summaries)
-        self._set_costs(segmentation.zoom_cost, self.plan.zoom_rows, key.shape[1])
+        self._set_costs(segmentation.zoom_cost, self._zoom_rows, key.shape[1])
         router = self.routing.router
         if self.index is not None:
             assert router is not None
@@ -466,7 +473,7 @@ class DifferentiableSpanStore(SpanStore):
             segmentation=self.plan.segmentation,
             query=query.detach(),
             summary_key=self.summary_key,
-            zoom_rows=self.plan.zoom_rows,
+            zoom_rows=self._zoom_rows,
             scaling=scaling,
         )
         return output
