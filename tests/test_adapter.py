@@ -266,3 +266,14 @@ def test_only_the_adapters_files_are_asked_for(tiny_backbone, tmp_path, monkeypa
     SeKVAdapter.from_pretrained("org/name")
     patterns = ["adapter_config.json", "adapter_model.safetensors"]
     assert asked == [("org/name", {"allow_patterns": patterns, "local_files_only": False})]
+
+
+def test_an_adapter_from_before_layers_differed_gives_all_the_same_rows(saved, tiny_backbone):
+    adapter, folder = saved
+    adapter.row_factor.copy_(torch.tensor([0.5, 1.5]))
+    adapter.save_pretrained(folder)
+    assert SeKVAdapter.from_pretrained(folder, tiny_backbone).row_factor.tolist() == [0.5, 1.5]
+    tensors = load_file(folder / WEIGHTS_NAME)
+    del tensors["row_factor"]
+    save_file(tensors, folder / WEIGHTS_NAME)
+    assert SeKVAdapter.from_pretrained(folder, tiny_backbone).row_factor.tolist() == [1.0, 1.0]

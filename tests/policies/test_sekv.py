@@ -173,3 +173,30 @@ def test_stored_bytes_follow_kv_heads(make_tiny_backbone):
             t.numel() for t in [*store.exact.tensors(), store.summary_key, store.summary_value] if t is not None
         )
     assert sizes[2] == 2 * sizes[1] and sizes[4] == 4 * sizes[1]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("routing", ["learned", "mean", "oracle"])
+def test_layers_share_the_rows_for_zooming(tiny_backbone, routing):
+    """A layer with a larger factor reads more; on average queries read no more than the budget."""
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8))
+    adapter.row_factor.copy_(torch.tensor([1.6, 0.4]))
+    state = prefill(tiny_backbone, ids(2, 500), torch.tensor([[0] * 30 + [1] * 470, [1] * 500]), surprisal=True)
+    cache = compress(state, SeKVPolicy(adapter=adapter, routing=routing, fill=True), 0.3)
+    assert cache.stores[0].reader.slots.capacity > 2 * cache.stores[1].reader.slots.capacity
+    for store in cache.stores:
+        store.append(torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16))
+        store.attend(torch.ones(2, 4, 1, 16), 0.25, None)
+    first, second = (store.meter.mean_rows for store in cache.stores)
+    assert first > 1.5 * second
+    assert 0.9 * 0.3 * 485 < (first + second) / 2 <= 0.3 * 485 + 1
+
+
+@torch.no_grad()
+def test_a_bound_on_every_layers_rows_gives_all_layers_the_same(tiny_backbone):
+    adapter = SeKVAdapter.create(tiny_backbone, SeKVConfig(routing_dim=8))
+    adapter.row_factor.copy_(torch.tensor([1.6, 0.4]))
+    state = prefill(tiny_backbone, ids(1, 500), surprisal=True)
+    cache = compress(state, SeKVPolicy(adapter=adapter, max_rows=200), 0.3)
+    first, second = (store.reader.slots.capacity for store in cache.stores)
+    assert first == second

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -167,6 +168,37 @@ def test_thresholds_let_about_the_budget_through(tiny_backbone, examples, kind, 
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("index", ["tokens", "summary"])
+def test_layers_that_look_at_spans_more_get_more_rows(tiny_backbone, examples, index):
+    """The last row that fits holds as much attention in one layer as in the other, counted one by one."""
+    faint = [
+        replace(e, span_mass=e.span_mass * torch.tensor([1.0, 0.6]).repeat_interleave(4)[None, :, None, None])
+        for e in examples[index]
+    ]
+    adapter = make_adapter(tiny_backbone, index)
+    fit_routers(adapter, faint, WarmStartConfig(steps=0, layer_rows=1.0), LABELS[index])
+    level = min(
+        float(x)
+        for x in torch.linspace(0, 0.2, 20001)[1:]
+        if sum(float(used_above(e, float(x)).mean()) for e in faint) <= sum(float(e.zoom_rows) for e in faint)
+    )
+    rows = torch.stack([used_above(e, level) for e in faint]).mean(0)
+    assert rows[0] > rows[1]
+    torch.testing.assert_close(adapter.row_factor, rows / rows.mean(), rtol=0.02, atol=0.02)
+    half = make_adapter(tiny_backbone, index)
+    fit_routers(half, faint, WarmStartConfig(steps=0, layer_rows=0.5), LABELS[index])
+    torch.testing.assert_close(half.row_factor, (1 + adapter.row_factor) / 2)
+    fit_routers(half, faint, WarmStartConfig(steps=0, layer_rows=0.0), LABELS[index])
+    assert half.row_factor.tolist() == [1.0, 1.0]
+
+
+def used_above(example: RouterExample, level: float) -> Tensor:
+    """Rows of the spans that hold more attention per row than `level`, by layer, of two with two KV heads each [2]."""
+    per_row = wanted(example)[0] / example.length[0]
+    return ((per_row > level) * example.length[0]).sum(-1).float().mean(-1).view(2, 2).mean(1)
+
+
+@torch.no_grad()
 def test_retrieval_documents_teach_to_find_the_right_span(tiny_backbone):
     """The span that a group of heads attends to most is taken more often, in documents that were not fitted to."""
     rng, text = random.Random(0), builtin_english()[0]
@@ -193,6 +225,12 @@ def test_the_index_holds_the_tokens_keys(tiny_backbone, examples):
     assert torch.equal(counts, example.length[0])
     assert example.key.dtype == torch.float16
     assert bool(example.key.isfinite().all())
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1])
+def test_a_share_beyond_one_is_refused(share):
+    with pytest.raises(ConfigError, match=r"layer_rows is a share in \[0, 1\], got"):
+        WarmStartConfig(layer_rows=share)
 
 
 @pytest.mark.parametrize("name", ["documents", "retrieval", "steps"])
