@@ -41,6 +41,7 @@ class SeKVConfig:
             not make smaller are not factored.
         basis_bits: how the host stores bases and raw rows: 8 for whole numbers with one step per component and per raw
             row, 0 for the backbone's dtype.
+        index_bits: how the compute tier stores an index of tokens, 4 or 8 bits a number.
         gate_hidden: width of the rank gate's hidden layer.
         alpha: anchors are tokens whose surprisal exceeds mean + alpha * standard deviation.
         min_span: shorter spans stay exact, in tokens.
@@ -61,6 +62,7 @@ class SeKVConfig:
     routing_dim: int = 16
     max_rank: int = 24
     basis_bits: int = 8
+    index_bits: int = 4
     gate_hidden: int = 32
     alpha: float = 1.0
     min_span: int = 4
@@ -88,6 +90,8 @@ class SeKVConfig:
                 raise PolicyError(f"{name} '{getattr(self, name)}' is unknown; use one of {', '.join(allowed)}")
         if self.basis_bits not in (0, 8):
             raise PolicyError(f"basis_bits must be 8, or 0 for the backbone's dtype, got {self.basis_bits}")
+        if self.index_bits not in (4, 8):
+            raise PolicyError(f"index_bits must be 4 or 8, got {self.index_bits}")
         for name in ("routing_dim", "max_rank", "gate_hidden"):
             if getattr(self, name) < 1:
                 raise PolicyError(f"{name} must be at least 1, got {getattr(self, name)}")

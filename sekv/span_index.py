@@ -1,8 +1,8 @@
 """What a router knows of spans without fetching them: a projected key of each token (method section 1.3).
 
 A mean key hides what a single token says, and retrieval looks for single tokens. So the index keeps, per token and KV
-head, the key in the few directions that queries ask about (8-bit at inference), and a span's share of the attention is
-estimated by the sum over its tokens. *(ours; the paper's index is the summary key, `routing_logits`)*
+head, the key in the few directions that queries ask about (4 or 8 bits at inference), and a span's share of the
+attention is estimated by the sum over its tokens. *(ours; the paper's index is the summary key, `routing_logits`)*
 
 Dimensions: B batch, H query heads, K KV heads (H = G * K), Q queries, S spans, T span tokens, r routing dimension.
 """
@@ -18,6 +18,8 @@ from torch import Tensor
 from sekv.adapter import LayerRouter
 from sekv.routing import sum_by_span
 
+_LARGEST = {4: 7, 8: 127}  # whole number by bits
+_ZERO = 8  # what stands for zero in four bits, which have no sign
 _NO_SPAN = -1e4  # log share where there is no span: finite, so that nothing becomes NaN in a product with 0
 
 
@@ -26,10 +28,10 @@ class TokenIndex:
     """Projected keys of the tokens of all spans.
 
     Attributes:
-        keys: direction by direction, as queries read them [B, K, r, T], float32 with a gradient in training, int8 at
-            inference.
-        step: what one unit of an 8-bit entry is worth, by direction [B, K, r, 1]; None for float32.
-        later: tokens behind these ones, with a step of their own; in 8 bits only.
+        keys: direction by direction, as queries read them [B, K, r, T]: float32 with a gradient in training, int8, or
+            two directions in each uint8 [B, K, ceil(r / 2), T], the second half of them in the upper four bits.
+        step: what one unit of a whole number is worth, by direction [B, K, r, 1]; None for float32.
+        later: tokens behind these ones, with a step of their own; in whole numbers only.
     """
 
     keys: Tensor
@@ -42,21 +44,34 @@ class TokenIndex:
         assert router.key_projection is not None
         return cls(einsum(token_key.float(), router.key_projection, "b k t d, k r d -> b k r t"))
 
-    def quantised(self) -> TokenIndex:
-        """The same in 8 bits."""
-        step = self.keys.abs().amax(dim=3, keepdim=True).clamp_min(1e-12) / 127
-        return TokenIndex((self.keys / step).round().to(torch.int8), step)
+    def quantised(self, bits: int) -> TokenIndex:
+        """The same in whole numbers of 4 or 8 bits."""
+        most = _LARGEST[bits]
+        step = self.keys.abs().amax(dim=3, keepdim=True).clamp_min(1e-12) / most
+        return TokenIndex(_packed((self.keys / step).round(), bits), step)
 
     def extended(self, later: TokenIndex) -> TokenIndex:
-        """With more tokens behind those there are; all in 8 bits. The first ones are shared, not copied."""
+        """With more tokens behind those there are; all in whole numbers. The first ones are shared, not copied."""
         return replace(self, later=later if self.later is None else self.later._joined(later))
 
     def _joined(self, other: TokenIndex) -> TokenIndex:
         """One index of both, in the larger step of each direction: what changes its step is rounded once more."""
         assert self.step is not None and other.step is not None
         step = torch.maximum(self.step, other.step)
-        keys = [(x.keys * (x.step / step)).round().to(torch.int8) for x in (self, other) if x.step is not None]
-        return TokenIndex(torch.cat(keys, dim=3), step)
+        keys = [(x._numbers() * (x.step / step)).round() for x in (self, other) if x.step is not None]
+        return TokenIndex(_packed(torch.cat(keys, dim=3), 4 if self._four_bits else 8), step)
+
+    @property
+    def _four_bits(self) -> bool:
+        return self.keys.dtype == torch.uint8
+
+    def _numbers(self) -> Tensor:
+        """The whole numbers [B, K, r, T] float32."""
+        if not self._four_bits:
+            return self.keys.float()
+        assert self.step is not None
+        both = torch.cat([self.keys & 15, self.keys >> 4], dim=2)[:, :, : self.step.shape[2]]
+        return both.float() - _ZERO
 
     def tensors(self) -> list[Tensor | None]:
         """The live tensors, for byte counts."""
@@ -65,7 +80,13 @@ class TokenIndex:
     def _logits(self, grouped: Tensor) -> Tensor:
         """Inner products [B, K, n, T] with projected queries [B, K, n, r]."""
         scaled = grouped if self.step is None else grouped * self.step.mT
-        logits = scaled @ self.keys.float()
+        if self._four_bits:
+            # What stands for zero is taken off once per query instead of once per token.
+            low, high = scaled.tensor_split([self.keys.shape[2]], dim=-1)
+            upper = self.keys[:, :, : high.shape[-1]] >> 4
+            logits = low @ (self.keys & 15).float() + high @ upper.float() - _ZERO * scaled.sum(dim=-1, keepdim=True)
+        else:
+            logits = scaled @ self.keys.float()
         return logits if self.later is None else torch.cat([logits, self.later._logits(grouped)], dim=-1)
 
     def log_shares(
@@ -107,3 +128,14 @@ class TokenIndex:
         total = total * router.scale[:, None, None] + router.offset[:, None, None]
         total = total.masked_fill((length == 0)[:, None, None], _NO_SPAN)
         return total - torch.logaddexp(total.logsumexp(dim=-1), rest)[..., None]
+
+
+def _packed(numbers: Tensor, bits: int) -> Tensor:
+    """Whole numbers [B, K, r, T] as they are kept."""
+    if bits == 8:
+        return numbers.to(torch.int8)
+    half = (numbers.shape[2] + 1) // 2
+    low, high = (x.to(torch.int16) + _ZERO for x in numbers.tensor_split([half], dim=2))
+    packed = low.to(torch.uint8)
+    packed[:, :, : high.shape[2]] |= (high << 4).to(torch.uint8)
+    return packed

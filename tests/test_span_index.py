@@ -1,4 +1,4 @@
-"""The index of tokens: shares of attention against a plain loop and against the teacher's own, and its 8-bit form."""
+"""The index of tokens: shares of attention against a plain loop and the teacher's own, and whole numbers for it."""
 
 from __future__ import annotations
 
@@ -74,17 +74,23 @@ def test_with_whole_keys_the_shares_are_the_teachers():
         torch.testing.assert_close(found[..., s].exp(), mass[..., :T][..., SPAN[0] == s].sum(-1))
 
 
-def test_eight_bits_are_close():
-    router, query, key = make_router(16), randn(B, H, Q, D, seed=2), randn(B, K, T, D, seed=3)
+@pytest.mark.parametrize("rank", [1, 5, 16])
+@pytest.mark.parametrize(("bits", "shrink"), [(8, 4), (4, 8)])
+def test_whole_numbers_are_close(bits, shrink, rank):
+    """Every entry to half a step, two of them in a byte with four bits, and logits are those of the entries."""
+    router, query, key = make_router(rank), randn(B, H, Q, D, seed=2), randn(B, K, T, D, seed=3)
     rest = torch.zeros(B, H, Q)
     index = TokenIndex.of(router, key)
-    small = index.quantised()
-    assert small.keys.dtype == torch.int8 and small.keys.shape == index.keys.shape
-    assert small.keys.nbytes * 4 == index.keys.nbytes
+    small = index.quantised(bits)
+    assert small.keys.nbytes == -(-rank * 4 // shrink) * B * K * T if bits == 4 else rank * B * K * T
     assert small.step is not None
-    assert bool(((small.keys * small.step - index.keys).abs() <= small.step / 2 + 1e-6).all())
-    shares = [x.log_shares(router, query, SPAN, LENGTH, rest, 0.3, MASK)[0] for x in (index, small)]
-    torch.testing.assert_close(shares[0].exp(), shares[1].exp(), atol=0.02, rtol=0.1)
+    kept = small._numbers() * small.step
+    assert bool(((kept - index.keys).abs() <= small.step / 2 + 1e-6).all())
+    assert bool((kept.abs().amax(-1) > 0).all())
+    shares = [x.log_shares(router, query, SPAN, LENGTH, rest, 0.3, MASK) for x in (small, TokenIndex(kept), index)]
+    torch.testing.assert_close(shares[0], shares[1], atol=1e-4, rtol=1e-4)
+    if bits == 8:
+        torch.testing.assert_close(shares[0][0].exp(), shares[2][0].exp(), atol=0.02, rtol=0.1)
 
 
 def test_gradients_of_a_context_without_spans_are_finite():
@@ -159,6 +165,6 @@ def test_resident_bytes_hold_the_index(tiny_backbone):
         sizes[index] = store.resident_bytes - sum(t.nbytes for t in known)
         n_tokens = int(store.plan.segmentation.span_length.sum())
         if index == "tokens":
-            assert sum(t.nbytes for t in known) == 2 * 8 * n_tokens + 2 * 8 * 4  # KV heads, directions, steps
+            assert sum(t.nbytes for t in known) == 2 * 8 * n_tokens // 2 + 2 * 8 * 4  # KV heads, directions, steps
             summaries = store.summaries.key.nbytes + store.summaries.value.nbytes  # on the host: nobody routes by them
     assert sizes["tokens"] + summaries == sizes["summary"]

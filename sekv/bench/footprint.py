@@ -147,7 +147,9 @@ class Footprint:
     def _index_bytes(self) -> int:
         """What a router knows of the spans."""
         if self.config.index == "tokens":
-            return self._per_head(self.cut.span_tokens + _F32) * self.config.routing_dim
+            numbers = self.config.routing_dim
+            entry = numbers if self.config.index_bits == 8 else (numbers + 1) // 2
+            return self._per_head(self.cut.span_tokens * entry + _F32 * numbers)
         return self.geometry.num_heads * self.cut.spans * _F32
 
     @property

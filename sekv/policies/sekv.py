@@ -47,6 +47,7 @@ class SeKVPolicy(Policy):
         anchors: keep anchors exact.
         summary_weights: `surprisal` or `uniform`.
         max_rank: most components used of a basis.
+        index_bits: 4 or 8 bits for each number of the index of tokens.
         basis_bits: 8 stores what is on the host as whole numbers, 0 in the backbone's dtype.
         rope: factor keys `pre` or `post` rotation.
         share_group: heads of a KV group share the union of their spans; `mean` and `oracle` always route by group.
@@ -73,6 +74,7 @@ class SeKVPolicy(Policy):
     anchors: bool | None = None
     summary_weights: str | None = None
     max_rank: int | None = None
+    index_bits: int | None = None
     basis_bits: int | None = None
     rope: str | None = None
     share_group: bool | None = None
@@ -148,7 +150,12 @@ class SeKVPolicy(Policy):
 
     def _offloading(self, plan: SpanPlan, prefill: Prefill) -> dict[str, Any]:
         bits = None if self.exact_spans else self._config.basis_bits or None
-        return {"build": self._builder(plan, prefill), "bits": bits, "choose_every": self.choose_every}
+        return {
+            "build": self._builder(plan, prefill),
+            "bits": bits,
+            "choose_every": self.choose_every,
+            "index_bits": self._config.index_bits,
+        }
 
     def _builder(self, plan: SpanPlan, prefill: Prefill) -> MemoryBuilder:
         dim = prefill.backbone.geometry.head_dim

@@ -224,6 +224,7 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         build: makes the memory of later tokens when they leave the tail, from keys, values, their spans and summary
             weights; None forgets them.
         choose_every: single-token steps that keep to one choice.
+        index_bits: 4 or 8, of the index of tokens.
     """
 
     def __init__(
@@ -236,12 +237,13 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         bits: int | None = None,
         build: MemoryBuilder | None = None,
         choose_every: int = 1,
+        index_bits: int = 8,
     ) -> None:
         super().__init__(key, value, memory, plan, routing)
-        self.choose_every = choose_every
+        self.choose_every, self._index_bits = choose_every, index_bits
         self._bits, self._build = bits, build
         self._lay_out(self._bank(memory, self._length), memory.summary_key, memory.summary_value)
-        self.index = None if self.index is None else self.index.quantised()
+        self.index = None if self.index is None else self.index.quantised(index_bits)
         # Evaluation only: the teacher's mass needs every exact key.
         self.span_keys = token_rows(memory.raw_key, plan.tokens) if routing.mode == "oracle" else None
 
@@ -273,12 +275,13 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         bits: int | None = None,
         build: MemoryBuilder | None = None,
         choose_every: int = 1,
+        index_bits: int = 8,
     ) -> OffloadedSpanStore:
         """The store whose `state` this is; the other arguments are the constructor's."""
         store = cls.__new__(cls)
         Store.__init__(store, ExactRows(state["exact_key"], state["exact_value"]), plan.lengths)
         store.plan, store.routing = plan, routing
-        store._bits, store._build, store.choose_every = bits, build, choose_every
+        store._bits, store._build, store.choose_every, store._index_bits = bits, build, choose_every, index_bits
         kept = {name.removeprefix("bank."): tensor for name, tensor in state.items() if name.startswith("bank.")}
         summary_key = state["summary_key"]
         restored = FactorBank.restored(kept, store._length, summary_key.dtype, plan.turn)
@@ -345,7 +348,7 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         if self.index is not None:
             assert router is not None
             later = TokenIndex.of(router, token_rows(memory.raw_key, block.tokens))
-            self.index = self.index.extended(later.quantised())
+            self.index = self.index.extended(later.quantised(self._index_bits))
         if self.norm is not None:
             assert router is not None
             self.norm = torch.cat([self.norm, summary_norm(router, memory.summary_key)], dim=2)

@@ -179,11 +179,12 @@ def test_a_chain_of_banks_gives_the_rows_of_one(tiny_backbone, bits):
     assert moved > 0
 
 
-def test_an_index_in_two_steps_knows_what_one_would():
-    first, second, third = (TokenIndex(randn(1, 2, 4, n, seed=n) * n).quantised() for n in (5, 6, 30))
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_index_in_two_steps_knows_what_one_would(bits):
+    first, second, third = (TokenIndex(randn(1, 2, 4, n, seed=n) * n).quantised(bits) for n in (5, 6, 30))
     both = first.extended(second).extended(third)
     query = randn(1, 2, 3, 4)
-    want = torch.cat([query @ (x.keys * x.step) for x in (first, second, third)], dim=-1)
+    want = torch.cat([query @ (x._numbers() * x.step) for x in (first, second, third)], dim=-1)
     # One unit of the larger step at most, summed over the directions.
     slack = (query.abs() * third.step.mT).sum(-1, keepdim=True)
     assert ((both._logits(query) - want).abs() <= slack + 1e-5).all()

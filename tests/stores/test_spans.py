@@ -177,7 +177,7 @@ def test_oracle_covers_the_most_mass(tiny_backbone):
 @pytest.mark.parametrize(("index", "summary_share"), [("tokens", 0.1), ("summary", 1.0)])
 def test_training_and_inference_agree(tiny_backbone, monkeypatch, rope, gates, index, summary_share):
     """But for what inference keeps in 8 bits."""
-    monkeypatch.setattr(TokenIndex, "quantised", lambda self: self)
+    monkeypatch.setattr(TokenIndex, "quantised", lambda self, bits: self)
     backbone = tiny_backbone
     config = SeKVConfig(
         routing_dim=8, max_span=24, max_rank=6, rope=rope, index=index, summary_share=summary_share, basis_bits=0
