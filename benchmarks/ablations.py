@@ -41,7 +41,8 @@ from train.recall import covered_share
 from train.retrieval import retrieval_sequence
 from train.warmstart import WarmStartConfig, fit_routers
 
-ABLATIONS = Path(__file__).parent.parent / "configs" / "ablations"
+CONFIGS = Path(__file__).parent.parent / "configs"
+ABLATIONS = CONFIGS / "ablations"
 _WINDOW = 128  # query tokens of plain text
 Document = tuple[Prefill, int]  # what was read, and the tokens of its window
 
@@ -80,9 +81,17 @@ def pieces(backbone: Backbone, texts: list[str], rng: random.Random, tokens: int
 
 def configurations() -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and `model` settings of the shipped design and of each ablation."""
-    yield "shipped design", {}
+    shipped = read_settings(CONFIGS / "smollm2-135m.yaml")
+    yield "shipped", shipped
     for path in sorted(ABLATIONS.glob("*.yaml")):
-        yield path.stem, yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        changed = read_settings(path)
+        yield path.stem, changed | {"adapter": shipped["adapter"] | changed.get("adapter", {})}
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The `model` group of a training configuration."""
+    settings: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+    return settings
 
 
 @torch.no_grad()
@@ -119,7 +128,7 @@ def measure(
     folder: Path,
 ) -> dict[str, float]:
     """Fits one configuration, saves its adapter and returns its figures."""
-    config = SeKVConfig(**{"routing_dim": options.routing_dim, **settings.get("adapter", {})})
+    config = SeKVConfig(**settings.get("adapter", {}))
     loss = LossConfig(**settings.get("losses", {}))
     torch.manual_seed(options.seed)
     adapter = SeKVAdapter.create(backbone, config)
@@ -129,7 +138,8 @@ def measure(
         return make_example(document[0], adapter, window=document[1], budget=budget, mining=MiningConfig())
 
     if routed:
-        start = WarmStartConfig(steps=options.steps)
+        shared = settings.get("warm_start", {}).get("layer_rows", WarmStartConfig.layer_rows)
+        start = WarmStartConfig(steps=options.steps, layer_rows=shared)
         fit_routers(adapter, [example(d, budgets[0]) for d in fitted_to], start, loss)
     adapter.save_pretrained(folder)
     policy = SeKVPolicy(adapter=adapter, routing="learned" if routed else "mean")
@@ -152,7 +162,6 @@ def main() -> None:
     parser.add_argument("--held-out", type=int, default=6, help="to measure on, half of either kind")
     parser.add_argument("--tokens", type=int, default=3072, help="of a document, at most")
     parser.add_argument("--steps", type=int, default=200, help="of the fit")
-    parser.add_argument("--routing-dim", type=int, default=24)
     parser.add_argument("--budgets", default="0.1,0.05", help="the first is fitted to")
     parser.add_argument("--only", default="", help="names of ablations, with commas (default: all)")
     parser.add_argument("--seed", type=int, default=0)
