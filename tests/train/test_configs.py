@@ -9,12 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from sekv.adapter import SeKVConfig
 from sekv.architecture import find_architecture
 from sekv.cache import RecordingLayer
 from train.cli import TrainCLI
 from train.footprint import peak
-from train.losses import LossConfig
 from train.module import SeKVModule
 from train.plan import make_plan
 from train.windows import smallest_context
@@ -130,8 +128,8 @@ def test_the_papers_setting_is_what_the_paper_says(monkeypatch, tmp_path):
     ("name", "change", "labels"),
     [
         ("summary-index", {"index": "summary"}, "mass"),
-        ("own-summary-rows", {"summary_share": 1.0}, "share"),
-        ("per-head-masks", {"share_group": False, "summary_share": 1.0}, "share"),
+        ("own-summary-rows", {"summary_share": 1.0, "max_span": 64}, "share"),
+        ("per-head-masks", {"share_group": False, "summary_share": 1.0, "max_span": 64}, "share"),
         ("cover-labels", {}, "cover"),
     ],
 )
@@ -145,6 +143,8 @@ def test_an_ablation_of_the_index_changes_that_alone(name, change, labels, monke
 @pytest.mark.parametrize("file", ABLATIONS, ids=lambda path: path.stem)
 def test_an_ablation_changes_something(file, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    cli = load(BASE, file)
-    trained = (cli.model.adapter_config, cli.model.loss_config, cli.model.train_router)
-    assert trained != (SeKVConfig(), LossConfig(), True)
+    base, changed = (
+        (model.adapter_config, model.loss_config, model.train_router, model.warm_start)
+        for model in (load(BASE, *more).model for more in ((), (file,)))
+    )
+    assert changed != base
