@@ -59,15 +59,16 @@ class TokenIndex:
         assert self.step is not None and other.step is not None
         step = torch.maximum(self.step, other.step)
         keys = [(x._numbers() * (x.step / step)).round() for x in (self, other) if x.step is not None]
-        return TokenIndex(_packed(torch.cat(keys, dim=3), 4 if self._four_bits else 8), step)
+        return TokenIndex(_packed(torch.cat(keys, dim=3), self.bits), step)
 
     @property
-    def _four_bits(self) -> bool:
-        return self.keys.dtype == torch.uint8
+    def bits(self) -> int:
+        """Of a whole number: 4 or 8."""
+        return 4 if self.keys.dtype == torch.uint8 else 8
 
     def _numbers(self) -> Tensor:
         """The whole numbers [B, K, r, T] float32."""
-        if not self._four_bits:
+        if self.bits == 8:
             return self.keys.float()
         assert self.step is not None
         both = torch.cat([self.keys & 15, self.keys >> 4], dim=2)[:, :, : self.step.shape[2]]
@@ -80,7 +81,7 @@ class TokenIndex:
     def _logits(self, grouped: Tensor) -> Tensor:
         """Inner products [B, K, n, T] with projected queries [B, K, n, r]."""
         scaled = grouped if self.step is None else grouped * self.step.mT
-        if self._four_bits:
+        if self.bits == 4:
             # What stands for zero is taken off once per query instead of once per token.
             low, high = scaled.tensor_split([self.keys.shape[2]], dim=-1)
             upper = self.keys[:, :, : high.shape[-1]] >> 4

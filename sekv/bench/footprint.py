@@ -148,7 +148,7 @@ class Footprint:
         """What a router knows of the spans."""
         if self.config.index == "tokens":
             numbers = self.config.routing_dim
-            entry = numbers if self.config.index_bits == 8 else (numbers + 1) // 2
+            entry = -(-numbers * self.config.index_bits // 8)
             return self._per_head(self.cut.span_tokens * entry + _F32 * numbers)
         return self.geometry.num_heads * self.cut.spans * _F32
 

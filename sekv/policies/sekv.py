@@ -141,7 +141,8 @@ class SeKVPolicy(Policy):
     def compress(self, prefill: Prefill, layer: int, plan: SpanPlan) -> Store:
         """Summaries and exact rows on the compute tier, bases on the host."""
         with torch.no_grad():
-            return self._store(OffloadedSpanStore, prefill, layer, plan, **self._offloading(plan, prefill))
+            options = self._offloading(plan, prefill) | {"index_bits": self._config.index_bits}
+            return self._store(OffloadedSpanStore, prefill, layer, plan, **options)
 
     @torch.no_grad()
     def restore(self, prefill: Prefill, layer: int, plan: SpanPlan, state: dict[str, Tensor]) -> Store:
@@ -150,12 +151,7 @@ class SeKVPolicy(Policy):
 
     def _offloading(self, plan: SpanPlan, prefill: Prefill) -> dict[str, Any]:
         bits = None if self.exact_spans else self._config.basis_bits or None
-        return {
-            "build": self._builder(plan, prefill),
-            "bits": bits,
-            "choose_every": self.choose_every,
-            "index_bits": self._config.index_bits,
-        }
+        return {"build": self._builder(plan, prefill), "bits": bits, "choose_every": self.choose_every}
 
     def _builder(self, plan: SpanPlan, prefill: Prefill) -> MemoryBuilder:
         dim = prefill.backbone.geometry.head_dim

@@ -240,7 +240,7 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         index_bits: int = 8,
     ) -> None:
         super().__init__(key, value, memory, plan, routing)
-        self.choose_every, self._index_bits = choose_every, index_bits
+        self.choose_every = choose_every
         self._bits, self._build = bits, build
         self._lay_out(self._bank(memory, self._length), memory.summary_key, memory.summary_value)
         self.index = None if self.index is None else self.index.quantised(index_bits)
@@ -275,13 +275,12 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         bits: int | None = None,
         build: MemoryBuilder | None = None,
         choose_every: int = 1,
-        index_bits: int = 8,
     ) -> OffloadedSpanStore:
         """The store whose `state` this is; the other arguments are the constructor's."""
         store = cls.__new__(cls)
         Store.__init__(store, ExactRows(state["exact_key"], state["exact_value"]), plan.lengths)
         store.plan, store.routing = plan, routing
-        store._bits, store._build, store.choose_every, store._index_bits = bits, build, choose_every, index_bits
+        store._bits, store._build, store.choose_every = bits, build, choose_every
         kept = {name.removeprefix("bank."): tensor for name, tensor in state.items() if name.startswith("bank.")}
         summary_key = state["summary_key"]
         restored = FactorBank.restored(kept, store._length, summary_key.dtype, plan.turn)
@@ -348,7 +347,7 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
         if self.index is not None:
             assert router is not None
             later = TokenIndex.of(router, token_rows(memory.raw_key, block.tokens))
-            self.index = self.index.extended(later.quantised(self._index_bits))
+            self.index = self.index.extended(later.quantised(self.index.bits))
         if self.norm is not None:
             assert router is not None
             self.norm = torch.cat([self.norm, summary_norm(router, memory.summary_key)], dim=2)
