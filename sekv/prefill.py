@@ -14,7 +14,7 @@ from sekv.backbone import Backbone
 from sekv.errors import DataError
 from sekv.observation import Observer, ObservingLayer
 
-LOGIT_BYTES = 64 * 2**20  # float32 logits that may exist at once while surprisal is computed
+LOGIT_BYTES = 192 * 2**20  # float32 logits that may exist at once while surprisal is computed
 
 
 @dataclass(frozen=True)
@@ -205,11 +205,14 @@ def token_surprisal(backbone: Backbone, hidden: Tensor, targets: Tensor) -> Tens
         targets: [B, n] token ids.
 
     Returns:
-        [B, n]. At most about 64 MiB of logits exist at once.
+        [B, n]. At most about 192 MiB of logits exist at once.
     """
     chunk = max(1, LOGIT_BYTES // (4 * backbone.geometry.vocab_size * hidden.shape[0]))
     parts = [
-        torch.nn.functional.cross_entropy(backbone.logits(h).float().mT, t, reduction="none")
+        # Token by token in memory: a softmax over a strided vocabulary takes as long as the LM head itself.
+        torch.nn.functional.cross_entropy(
+            backbone.logits(h).float().flatten(0, 1), t.flatten(), reduction="none"
+        ).view_as(t)
         for h, t in zip(hidden.split(chunk, dim=1), targets.split(chunk, dim=1), strict=True)
     ]
     return torch.cat(parts, dim=1) if parts else hidden.new_zeros(targets.shape, dtype=torch.float32)
