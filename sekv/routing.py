@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from einops import einsum
-from numpy.typing import NDArray
 from torch import Tensor
 
 from sekv.adapter import LayerRouter
+from sekv.kernels import PASSES
 
 ROUTINGS = ("learned", "mean", "oracle")
 _TEMPERATURE = 0.1  # of the straight-through estimator (method section 1.6)
-_PASSES = 3  # greedy passes over the ranked spans; later ones fill what one span too long for the rest left open
 
 
 def routing_logits(router: LayerRouter, query: Tensor, summary_key: Tensor, norm: Tensor, length: Tensor) -> Tensor:
@@ -115,45 +113,12 @@ def select_spans(margin: Tensor, cost: Tensor, rows: Tensor, eligible: Tensor | 
         open_ = open_ & eligible.gather(-1, order)
     left = rows.expand(margin.shape[:-1]).clone()
     taken = torch.zeros_like(open_)
-    for _ in range(_PASSES):
+    for _ in range(PASSES):
         candidate = open_ & ~taken & (cost <= left[..., None])
         fits = candidate & ((cost * candidate).cumsum(-1) <= left[..., None])
         taken = taken | fits
         left = left - (cost * fits).sum(-1)
     return torch.zeros_like(taken).scatter(-1, order, taken)
-
-
-def select_spans_on_host(
-    margin: NDArray[np.float32], cost: NDArray[np.int64], rows: NDArray[np.int64], eligible: NDArray[np.bool_] | None
-) -> NDArray[np.bool_]:
-    """`select_spans` for a single step: a dozen spans are chosen before one torch operator has been called.
-
-    Args:
-        margin: [groups, S], higher is zoomed first.
-        cost: rows that zooming into a span adds [groups, S]; negative where there is none.
-        rows: rows left [groups, 1].
-        eligible: spans that may be taken [groups, S]; None allows all.
-
-    Returns:
-        bool [groups, S].
-    """
-    order = np.argsort(-margin, axis=1)
-    flat = order + np.arange(len(order))[:, None] * order.shape[1]
-    cost = cost.ravel()[flat]
-    open_ = cost >= 0 if eligible is None else (cost >= 0) & eligible.ravel()[flat]
-    taken = np.zeros_like(open_)
-    for _ in range(_PASSES):
-        candidate = open_ & (cost <= rows)
-        if not candidate.any():
-            break
-        paid = np.where(candidate, cost, 0)
-        fits = candidate & (paid.cumsum(axis=1) <= rows)
-        taken |= fits
-        open_ &= ~fits
-        rows = rows - np.where(fits, cost, 0).sum(axis=1, keepdims=True)
-    chosen = np.zeros(taken.size, dtype=bool)
-    chosen[flat[taken]] = True
-    return chosen.reshape(taken.shape)
 
 
 def straight_through(hard: Tensor, margin: Tensor) -> tuple[Tensor, Tensor]:

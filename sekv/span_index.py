@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from einops import einsum
 from torch import Tensor
 
+from sekv import kernels
 from sekv.adapter import LayerRouter
+from sekv.kernels import Floats
 from sekv.routing import sum_by_span
 
 _LARGEST = {4: 7, 8: 127}  # whole number by bits
@@ -89,6 +92,42 @@ class TokenIndex:
         else:
             logits = scaled @ self.keys.float()
         return logits if self.later is None else torch.cat([logits, self.later._logits(grouped)], dim=-1)
+
+    def step_log_shares(
+        self,
+        router: LayerRouter,
+        query: Tensor,
+        span: Tensor,
+        length: Tensor,
+        rest: Tensor,
+        scaling: float,
+        mask: Tensor | None = None,
+    ) -> Floats:
+        """`log_shares` of a single token [B * H, S], on a CPU and from whole numbers: the same in compiled loops."""
+        assert router.offset is not None
+        logits = self._step_logits(router, query, scaling)
+        if mask is not None:
+            per_row = logits.reshape(len(mask), -1, logits.shape[1])
+            np.copyto(per_row, -np.inf, where=~mask.numpy()[:, None])
+        peak = kernels.exponentials(logits)
+        scale, offset = router.scale.detach().numpy(), router.offset.detach().numpy()
+        return kernels.span_log_shares(logits, peak, span.numpy(), length.numpy(), rest.numpy().ravel(), scale, offset)
+
+    def _step_logits(self, router: LayerRouter, query: Tensor, scaling: float) -> Floats:
+        """Inner products [B * H, T] of a single token's projected query."""
+        assert self.step is not None
+        if self.bits == 4:
+            scaled = (query.float() * scaling).flatten(0, 2).numpy()
+            logits = np.empty((len(scaled), self.keys.shape[3]), dtype=np.float32)
+            step, codes = self.step.flatten(0, 1).squeeze(-1).numpy(), self.keys.flatten(0, 1).numpy()
+            kernels.index_logits(scaled, router.projection.detach().numpy(), step, codes, logits)
+        else:
+            projected = (query.float() * scaling) @ router.projection.detach().mT
+            grouped = projected.reshape(*self.keys.shape[:2], -1, projected.shape[-1])
+            logits = replace(self, later=None)._logits(grouped).flatten(0, 2).numpy()
+        if self.later is None:
+            return logits
+        return np.concatenate([logits, self.later._step_logits(router, query, scaling)], axis=1)
 
     def log_shares(
         self,

@@ -6,10 +6,13 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, normalize
+from torch.linalg import vector_norm
+from torch.nn.functional import normalize
 
 from sekv.policies.scorer import ScorerPolicy
 from sekv.prefill import Prefill
+
+_TINY = 1e-12  # least length that a key is divided by
 
 
 @dataclass(kw_only=True)
@@ -33,9 +36,10 @@ class KeyDiffPolicy(ScorerPolicy):
         """-cos to the mean direction of the real keys."""
         unit = unit_keys(key, mask)
         # The sum serves as the mean: a cosine does not see lengths.
-        return -cosine_similarity(unit, unit.sum(dim=2, keepdim=True), dim=-1)
+        return -(unit @ normalize(unit.sum(dim=2), dim=-1)[..., None]).squeeze(-1)
 
 
 def unit_keys(key: Tensor, mask: Tensor) -> Tensor:
     """Keys [B, K, N, d] scaled to length 1 in float32; 0 at padding of [B, 1 or K, N], and near 0 where a key is."""
-    return normalize(key.float(), dim=-1) * mask[..., None]
+    key = key.float()
+    return key * (mask / vector_norm(key, dim=-1).clamp_min(_TINY))[..., None]

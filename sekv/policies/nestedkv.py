@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from einops import einsum
 from torch import Tensor
-from torch.nn.functional import cosine_similarity, pad
+from torch.linalg import vector_norm
+from torch.nn.functional import normalize, pad
 
 from sekv.errors import PolicyError
 from sekv.policies.keydiff import unit_keys
@@ -17,6 +19,7 @@ from sekv.prefill import Prefill
 
 _PRIOR = (0.4, 0.4, 0.2)  # weights of the stable, episodic and current memory before a head's own gaps speak
 _GAP_SHARE = 10  # the highest and the lowest tenth of the tokens define a gap
+_TINY = 1e-12  # least length that a vector is divided by
 _EPISODES, _SHORTEST_EPISODE, _LONGEST_EPISODE = 32, 128, 256
 
 
@@ -68,7 +71,9 @@ class NestedKVPolicy(ScorerPolicy):
         prior = torch.tensor(_PRIOR, device=anomaly.device).log()[:, None, None]
         weight = (prior + self.gap_weight * _gap(anomaly, real)).softmax(dim=0)  # [3, B, K]
         blend = (weight[..., None] * anomaly).sum(dim=0)
-        surprise = scale_to_unit(anomaly.std(dim=0, correction=0), real)
+        # Three numbers per token: torch's std along a strided dimension takes longer than all else here.
+        spread = (anomaly - anomaly.mean(dim=0)).square().mean(dim=0).sqrt()
+        surprise = scale_to_unit(spread, real)
         surprise = surprise - surprise.sum(dim=-1, keepdim=True) / real.sum(dim=-1, keepdim=True)
         gate = torch.sigmoid(self.gate_slope * (surprise - self.gate_threshold))
         return (1.0 - gate) * blend + gate * anomaly.amax(dim=0)
@@ -76,20 +81,25 @@ class NestedKVPolicy(ScorerPolicy):
     def anomalies(self, unit: Tensor, prefill: Prefill) -> Tensor:
         """Scaled anomaly against the stable, episodic and current memory [3, B, K, N], from unit keys [B, K, N, d]."""
         # Sums serve as means: a cosine does not see lengths.
-        stable = unit.sum(dim=2, keepdim=True)
-        episodic = _episode_sums(unit, prefill)
+        stable = (unit @ normalize(unit.sum(dim=2), dim=-1)[..., None]).squeeze(-1)
         current = _window_sums(unit, min(self.current_window, unit.shape[2]))
-        raw = torch.stack([-cosine_similarity(unit, memory, dim=-1) for memory in (stable, episodic, current)])
+        # As a product of matrices: no array of N x d is made just to be added up.
+        near = einsum(unit, current, "b k n d, b k n d -> b k n") / vector_norm(current, dim=-1).clamp_min(_TINY)
+        raw = -torch.stack([stable, _episode_cosines(unit, prefill), near])
         return scale_to_unit(raw, prefill.mask[:, None])
 
 
-def _episode_sums(unit: Tensor, prefill: Prefill) -> Tensor:
-    """Sum of the unit keys in each token's block [B, K, N, d]; blocks start at the first real token."""
-    length = (prefill.lengths // _EPISODES).clamp(_SHORTEST_EPISODE, _LONGEST_EPISODE)
-    episode = prefill.positions // length[:, None]  # [B, N]
-    index = episode[:, None, :, None].expand_as(unit)
-    sums = unit.new_zeros(*unit.shape[:2], int(episode.max()) + 1, unit.shape[3]).scatter_add_(2, index, unit)
-    return sums.gather(2, index)
+def _episode_cosines(unit: Tensor, prefill: Prefill) -> Tensor:
+    """Cosine of each unit key with the sum of its block [B, K, N]; blocks start at the first real token."""
+    n = unit.shape[2]
+    found = unit.new_zeros(unit.shape[:3])
+    for row, length in enumerate(prefill.lengths.tolist()):  # contexts of a batch: their blocks differ in length
+        size = min(max(length // _EPISODES, _SHORTEST_EPISODE), _LONGEST_EPISODE)
+        real = unit[row, :, n - length :]
+        blocks = pad(real, (0, 0, 0, -length % size)).unflatten(1, (-1, size))  # [K, n_blocks, size, d]
+        memory = normalize(blocks.sum(dim=2), dim=-1)
+        found[row, :, n - length :] = (blocks @ memory[..., None]).flatten(1)[:, :length]
+    return found
 
 
 def _window_sums(unit: Tensor, window: int) -> Tensor:
@@ -99,9 +109,8 @@ def _window_sums(unit: Tensor, window: int) -> Tensor:
     """
     n = unit.shape[2]
     chunks = pad(unit, (0, 0, 0, -n % window)).unflatten(2, (-1, window))  # [B, K, n_chunks, window, d]
-    running = chunks.cumsum(dim=3)
-    sums = running.clone()
-    sums[:, :, 1:] += running[:, :, :-1, -1:] - running[:, :, :-1]  # the part of the window in the chunk before
+    sums = chunks.cumsum(dim=3)
+    sums[:, :, 1:] += sums[:, :, :-1, -1:] - sums[:, :, :-1]  # the part of the window in the chunk before
     return sums.flatten(2, 3)[:, :, :n]
 
 
@@ -109,10 +118,11 @@ def _gap(anomaly: Tensor, real: Tensor) -> Tensor:
     """Mean of the highest tenth minus mean of the lowest tenth of each head's anomalies [3, B, K, N] -> [3, B, K]."""
     length = real.sum(dim=-1, keepdim=True)  # [B, 1, 1]
     tenth = (length // _GAP_SHARE).clamp_min(1)
-    ordered = anomaly.masked_fill(~real, torch.inf).sort(dim=-1).values
-    rank = torch.arange(anomaly.shape[-1], device=anomaly.device)
-    lowest = rank < tenth
-    highest = (rank >= length - tenth) & (rank < length)
-    total = (torch.where(part, ordered, 0.0).sum(dim=-1) for part in (highest, lowest))
-    high, low = (t / tenth.squeeze(-1) for t in total)
-    return high - low
+    most = int(tenth.max())
+    counted = torch.arange(most, device=anomaly.device) < tenth
+
+    def mean_of_top(values: Tensor) -> Tensor:
+        found = values.masked_fill(~real, -torch.inf).topk(most, dim=-1).values
+        return torch.where(counted, found, 0.0).sum(dim=-1) / tenth.squeeze(-1)
+
+    return mean_of_top(anomaly) + mean_of_top(-anomaly)

@@ -86,6 +86,11 @@ class ExactRows:
         return self._value[:, :, : self.used]
 
     @property
+    def key_buffer(self) -> Tensor:
+        """What `key` is a view of, room for later tokens included [batch, kv_heads, at least n_context + tail, dim]."""
+        return self._key
+
+    @property
     def tail_length(self) -> int:
         """Tokens appended after the context."""
         return self.used - self.n_context

@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sekv.routing import select_spans, select_spans_on_host
+from sekv import kernels
+from sekv.host import Index
+from sekv.routing import select_spans
 from sekv.stores.base import Store, causal_tail_mask
 from sekv.stores.plan import SpanPlan
 from sekv.stores.reader import SpanReader
@@ -64,8 +66,12 @@ class OffloadedStore(Store):
             None if x is None else x.detach().cpu().numpy().reshape(-1, order.shape[3]) for x in (order, eligible)
         )
         assert on_host is not None
-        chosen = select_spans_on_host(on_host, self._host_cost, self._host_rows, allowed)
-        return torch.from_numpy(chosen).view(order.shape)
+        return self._take_on_host(on_host, np.ones(on_host.shape, dtype=bool) if allowed is None else allowed)
+
+    def _take_on_host(self, order: Index, eligible: Index) -> Tensor:
+        """The choice of a single step [B, K or H, 1, S], from the order and what may be taken [B * K or B * H, S]."""
+        chosen = kernels.choose_spans(order, self._host_cost, self._host_rows, eligible)
+        return torch.from_numpy(chosen).view(len(self.lengths), -1, 1, order.shape[1])
 
     def attend(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """Chooses, fetches and attends, a bounded number of queries at a time."""

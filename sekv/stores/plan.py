@@ -72,7 +72,7 @@ def share_among_layers(factor: Tensor, rows: Tensor, most: Tensor) -> Tensor:
     for _ in range(len(factor)):
         share = share.minimum(most)
         spare = total - share.sum(dim=0)
-        if bool((spare < 1).all()):
+        if bool((spare < 1e-6).all()):
             break
         open_ = weight * (share < most)
         share = share + spare * open_ / open_.sum(dim=0).clamp_min(torch.finfo(torch.float64).tiny)

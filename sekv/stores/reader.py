@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sekv import kernels
 from sekv.attention import RowSet, mixed_attention, packed_attention
 from sekv.bank_chain import BankChain
 from sekv.host import FactorBank, Index, ranges
@@ -192,6 +193,14 @@ class SpanReader:
         """
         batch, heads, _, dim = query.shape
         grouped = query.reshape(batch, self._kv_heads, -1, dim).float() * scaling
+        buffer = rows.key_buffer
+        if buffer.device.type == "cpu" and buffer.dtype == torch.float32:
+            unseen = np.zeros((batch * self._kv_heads, rows.tail_length), dtype=bool)
+            if tail_mask is not None:
+                unseen.reshape(batch, self._kv_heads, -1)[:] = ~tail_mask[:, :, 0].numpy()
+            asked, keys = (x.flatten(0, 1).numpy() for x in (grouped, buffer))
+            found = kernels.exact_log_sum(asked, keys, rows.n_context, self._group_bias, unseen)
+            return torch.from_numpy(found).view(batch, heads, 1)
         logits = grouped @ rows.key.float().mT
         logits[..., self.n_exact : rows.n_context] = -torch.inf
         logits[..., : self.n_exact] += self._bias[:, None, None]

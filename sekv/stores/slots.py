@@ -1,4 +1,4 @@
-"""Which rebuilt rows lie where on the compute tier: bookkeeping of a bounded set of slots, in numpy."""
+"""Which rebuilt rows lie where on the compute tier: bookkeeping of a bounded set of slots, on the host."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sekv import kernels
 from sekv.host import Index
 
 
@@ -40,7 +41,6 @@ class SlotTable:
     def __init__(self, length: Index, capacity: int) -> None:
         groups, n_spans = length.shape
         self.capacity, self._length = capacity, length
-        self._base = np.arange(groups)[:, None] * (n_spans + 1)
         # Column S stands for "no span": where empty slots belong.
         self.owner = np.full((groups, capacity), n_spans)  # span of each slot
         self._held = np.zeros((groups, n_spans + 1), dtype=bool)  # all rows of the span are in slots
@@ -66,29 +66,14 @@ class SlotTable:
         # The bound on the bytes of the compute tier: nothing is ever put beside the slots.
         assert ((wanted * self._length).sum(axis=1) <= self.capacity).all(), "a choice exceeds the slots"
         self._step += 1
-        self._used[:, :-1][wanted] = self._step
-        spans = np.flatnonzero(wanted & ~self._held[:, :-1])
+        spans, group, slot = kernels.admit(wanted, self._length, self.owner, self._held, self._used, self._step)
         if not len(spans):
             return None
-        span_group, span = np.divmod(spans, wanted.shape[1])
-        length = self._length.ravel()[spans]
-        need = np.bincount(span_group, weights=length, minlength=len(wanted)).astype(np.int64)
-        oldest = np.argsort(self._used.ravel()[self._base + self.owner], axis=1, kind="stable")
-        slot = oldest[np.arange(self.capacity) < need[:, None]]
-        group = np.repeat(span_group, length)
-        # A span that loses one row is lost; its other rows become empty slots.
-        self._held[group, self.owner[group, slot]] = False
-        self.owner[~self._held.ravel()[self._base + self.owner]] = wanted.shape[1]
-        self.owner[group, slot] = np.repeat(span, length)
-        self._held[span_group, span] = True
         return Missing(spans, group, slot)
 
     def visible(self, chosen: Index) -> Index:
         """Slots whose span is chosen [groups, n, C], from choices [groups, n, S]."""
-        padded = np.zeros((*chosen.shape[:2], chosen.shape[2] + 1), dtype=bool)
-        padded[..., :-1] = chosen
-        first = np.arange(padded.shape[0] * padded.shape[1]).reshape(*chosen.shape[:2], 1) * padded.shape[2]
-        return padded.ravel()[first + self.owner[:, None]]
+        return kernels.visible_slots(chosen, self.owner)
 
     def tensors(self) -> list[Tensor]:
         """The tables, for byte counts; they live on the host."""

@@ -7,11 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from einops import rearrange
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as recompute
 
+from sekv import kernels
 from sekv.adapter import LayerRouter
 from sekv.attention import Merge, RowSet, log_sum, mixed_attention
 from sekv.bank_chain import BankChain
@@ -376,8 +378,23 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
             return self._select(mean_margin(query, self.summary_key, self._length, scaling))
         if self.routing.mode == "oracle":
             return self._select(self._teacher_mass(query, scaling, tail_mask))
+        if query.shape[2] == 1 and query.device.type == "cpu" and self.index is not None and self.routing.zoom:
+            return self._choose_on_host(query, scaling, tail_mask)
         order, margin = self._wish(torch.sigmoid(self._learned(query, scaling, tail_mask)[1]))
         return self._select(order, None if self.routing.fill else margin)
+
+    @torch.no_grad()
+    def _choose_on_host(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
+        """`_choose` of a single token on a CPU, with the index of tokens: the same choice in compiled loops."""
+        router, tokens = self.routing.router, self.plan.tokens
+        assert router is not None and self.index is not None
+        rest = self._log_exact(query, scaling, tail_mask)
+        mask = None if self.plan.all_tokens_real else tokens.mask
+        share = self.index.step_log_shares(router, query, tokens.span, self._length, rest, scaling, mask)
+        sharers = query.shape[1] // self.exact.key.shape[1] if self.routing.share_group else 1
+        bias, threshold = router.bias.detach().numpy(), router.threshold.detach().numpy()
+        order, eligible = kernels.wishes(share, bias, threshold, sharers)
+        return self._take_on_host(order, np.ones_like(eligible) if self.routing.fill else eligible)
 
     def _select(self, order: Tensor, margin: Tensor | None = None) -> Tensor:
         """As in the base."""

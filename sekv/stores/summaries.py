@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sekv import kernels
 from sekv.attention import Merge, RowSet
 from sekv.host import Index, to_host
 from sekv.segmentation import Segmentation
@@ -79,11 +80,7 @@ class Summaries:
         Returns:
             [B * K, C, M].
         """
-        group, choice, span = np.nonzero(chosen)
-        at = (group * chosen.shape[1] + choice) * self.n_rows + self._host_row[group, span]
-        shape = (*chosen.shape[:2], self.n_rows)
-        gone = np.bincount(at, weights=self._host_length[group, span], minlength=int(np.prod(shape)))
-        return self._tokens[:, None] - gone.reshape(shape).astype(np.int64)
+        return kernels.tokens_left(chosen, self._tokens, self._host_row, self._host_length)
 
     def without(self, chosen: Index, left: Index) -> tuple[tuple[Tensor, Tensor] | None, Index]:
         """The rows that are left when some spans are zoomed into.
@@ -101,6 +98,12 @@ class Summaries:
         return self._rows_without(chosen[:, 0], left[:, 0]) if self.merged else None, bias
 
     def _rows_without(self, chosen: Index, tokens: Index) -> tuple[Tensor, Tensor]:
+        if all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (self.key, self.value)):
+            key, value = (
+                self._on_host(total, x, chosen, tokens)
+                for total, x in zip(self._sums, (self.key, self.value), strict=True)
+            )
+            return key, value
         device, shape = self._length.device, self._sums[0].shape
         group, span = np.nonzero(chosen)
         target = torch.from_numpy(group * self.n_rows + self._host_row[group, span]).to(device)
@@ -113,6 +116,13 @@ class Summaries:
             sums = total.flatten(0, 2).index_add(0, target, gone, alpha=-1.0).view(shape)
             result.append((sums / left).to(x.dtype))
         return result[0], result[1]
+
+    def _on_host(self, total: Tensor, summary: Tensor, chosen: Index, tokens: Index) -> Tensor:
+        """`_rows_without` of keys or of values, in one compiled loop."""
+        out = torch.empty_like(total)
+        sums, rows, found = (x.flatten(0, 1).numpy() for x in (total, summary, out))
+        kernels.rows_without(sums, rows, chosen, tokens, self._host_row, self._host_length, found)
+        return out
 
     def row_set(self, zoomed: Tensor) -> RowSet:
         """The rows of many queries at once, for `mixed_attention`.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sekv.stores.plan import share_among_layers
@@ -33,6 +33,7 @@ def test_the_mean_is_never_above_what_is_given(factors, rows, most):
 
 @settings(deadline=None)
 @given(FACTORS, st.integers(0, 5000), st.integers(0, 100))
+@example([1.0, 2.0], 1, 0)  # less than a row to spare, and a layer that lacks one
 def test_enough_for_all_gives_all(factors, most, more):
     shares = share_among_layers(torch.tensor(factors), torch.tensor([most + more]), torch.tensor([most]))
     assert shares[:, 0].tolist() == [most] * len(factors)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from sekv.routing import select_spans, select_spans_on_host
+from sekv.kernels import choose_spans
+from sekv.routing import select_spans
 from sekv.stores.slots import SlotTable, slots_needed
 
 
@@ -68,7 +69,6 @@ def test_the_choice_on_the_host_is_the_choice(thresholded):
         margin = torch.randn(6, 30, generator=g)
         want = select_spans(margin, length - 1, rows, margin >= 0 if thresholded else None)
         numbers = margin.numpy()
-        found = select_spans_on_host(
-            numbers, (length - 1).numpy(), rows[:, None].numpy(), numbers >= 0 if thresholded else None
-        )
+        eligible = numbers >= 0 if thresholded else numbers > -np.inf
+        found = choose_spans(numbers, (length - 1).numpy(), rows[:, None].numpy(), eligible)
         assert np.array_equal(found, want.numpy())
