@@ -173,7 +173,7 @@ class FactorBank:
         entries = np.concatenate((spans, spans + self.n_entries))
         length, rank, raw_at, left_at, right_at = self._at[:, entries]
         raw, factored = np.flatnonzero(rank < 0), np.flatnonzero(rank >= 0)
-        rows, moved = self._raw_rows(raw_at[raw], length[raw], device)
+        rows, moved = self._raw_rows(torch.from_numpy(ranges(raw_at[raw], length[raw])), device)
         if len(factored):
             left, right, crossed = self._factors(
                 length[factored], rank[factored], left_at[factored], right_at[factored], device
@@ -193,16 +193,33 @@ class FactorBank:
         key, value = rows.split(len(rows) // 2)
         return key, value, moved
 
-    def _raw_rows(self, begin: Index, length: Index, device: torch.device) -> tuple[Tensor, int]:
-        """Raw rows [P, d] on the compute tier, range behind range, and the bytes that crossed."""
-        if device.type == "cpu" and self._raw_step is not None and self._dtype == torch.float32:
-            rows = torch.from_numpy(kernels.rows_of_bytes(self._raw.numpy(), self._raw_step.numpy(), begin, length))
-            return rows, len(rows) * (self._raw.shape[1] + self._raw_step.element_size())
-        index = torch.from_numpy(ranges(begin, length))
+    def rebuild_into(
+        self, spans: Index, group: Index, row: Index, key: kernels.Floats, value: kernels.Floats
+    ) -> int | None:
+        """`fetch` into buffers on the host, where the spans are raw rows in 8 bits.
+
+        Args:
+            spans: numbers of the spans [M].
+            group: of each of their rows [P].
+            row: where it goes [P].
+            key: written [groups, R, d].
+            value: likewise.
+
+        Returns:
+            The bytes read; None when a span is kept in another way, and nothing was written.
+        """
+        if self._raw_step is None:
+            return None
+        raw, step = self._raw.numpy(), self._raw_step.numpy()
+        n_rows = kernels.rebuild_raw(raw, step, self._at, spans, group, row, key, value)
+        return n_rows * (raw.shape[1] * raw.itemsize + step.itemsize) if n_rows >= 0 else None
+
+    def _raw_rows(self, index: Tensor, device: torch.device) -> tuple[Tensor, int]:
+        """Raw rows [P, d] on the compute tier, and the bytes that crossed."""
         requests = [(self._raw, index)]
         requests += [] if self._raw_step is None else [(self._raw_step, index)]
-        (found, *step), moved = courier(device).bring(requests)
-        return (found * step[0][:, None]).to(self._dtype) if step else found, moved
+        (rows, *step), moved = courier(device).bring(requests)
+        return (rows * step[0][:, None]).to(self._dtype) if step else rows, moved
 
     def _factors(
         self, length: Index, rank: Index, left_at: Index, right_at: Index, device: torch.device

@@ -32,7 +32,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 def _compiled(function: _Function) -> _Function:
     # Sums may be reordered, which is what makes them vectors; infinities keep their meaning.
-    made: Any = njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nsz"})(function)
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": {"reassoc", "contract", "nsz"}}
+    try:
+        made: Any = njit(cache=True, **options)(function)
+    except RuntimeError:  # no folder to keep it in: compiled by every process
+        made = njit(**options)(function)
     return cast(_Function, made)
 
 
@@ -281,7 +285,7 @@ def tokens_left(chosen: Flags, tokens: Whole, row: Whole, length: Whole) -> Whol
 
 @_compiled
 def rows_without(
-    sums: Floats, summary: Floats, chosen: Flags, left: Whole, row: Whole, length: Whole, out: Floats
+    sums: Floats, summary: Floats, chosen: Flags, left: Whole, row: Whole, length: Whole, out: Floats, first: int
 ) -> None:
     """Summary rows as they are when some spans are zoomed into: the mean of what is left.
 
@@ -292,20 +296,22 @@ def rows_without(
         left: tokens that are left [groups, M].
         row: summary row of each span [groups, S].
         length: tokens per span [groups, S].
-        out: written [groups, M, d]; anything where nothing is left.
+        out: written from row `first` on [groups, at least first + M, d]; anything where nothing is left.
+        first: where the M rows begin.
     """
     groups, n_rows, dim = sums.shape
     for group in range(groups):
-        out[group] = sums[group]
+        for m in range(n_rows):
+            out[group, first + m] = sums[group, m]
         for s in range(chosen.shape[1]):
             if chosen[group, s]:
-                target, weight = out[group, row[group, s]], np.float32(length[group, s])
+                target, weight = out[group, first + row[group, s]], np.float32(length[group, s])
                 for c in range(dim):
                     target[c] -= weight * summary[group, s, c]
         for m in range(n_rows):
-            share = np.float32(1.0) / np.float32(max(left[group, m], 1))
+            target, share = out[group, first + m], np.float32(1.0) / np.float32(max(left[group, m], 1))
             for c in range(dim):
-                out[group, m, c] *= share
+                target[c] *= share
 
 
 @_compiled
@@ -369,10 +375,26 @@ def admit(
         if last > first:
             group_of[at : at + need] = group
             slots = slot_of[at : at + need]
-            slots[:] = np.argsort(used[group][owner[group]], kind="mergesort")[:need]
+            _oldest(used[group], owner[group], slots)
             _give(slots, spans[first:last] - group * n_spans, length[group], owner[group], held[group])
         first, at = last, at + need
     return spans, group_of, slot_of
+
+
+@_compiled
+def _oldest(used: Whole, owner: Whole, slots: Whole) -> None:
+    """Writes the slots of one group whose spans were chosen longest ago, the first slots first."""
+    at, last = 0, np.int64(-2)
+    while at < len(slots):
+        age = np.int64(2**62)  # of the next ones: few steps lie between what is given up and what is not
+        for s in owner:
+            if last < used[s] < age:
+                age = used[s]
+        for slot in range(len(owner)):
+            if used[owner[slot]] == age and at < len(slots):
+                slots[at] = slot
+                at += 1
+        last = age
 
 
 @_compiled
@@ -392,24 +414,105 @@ def _give(slots: Whole, spans: Whole, length: Whole, owner: Whole, held: Flags) 
 
 
 @_compiled
-def rows_of_bytes(raw: NDArray[np.int8], step: Floats, begin: Whole, length: Whole) -> Floats:
-    """Rows kept in 8 bits, range behind range.
+def rebuild_raw(
+    raw: NDArray[np.int8],
+    step: Floats,
+    table: Whole,
+    spans: Whole,
+    group: Whole,
+    row: Whole,
+    key: Floats,
+    value: Floats,
+) -> int:
+    """Writes the rows of spans that are kept raw, in 8 bits, to where they belong.
 
     Args:
         raw: [n, d].
         step: what one unit of each row is worth [n].
-        begin: first row of each range.
-        length: rows of each range.
+        table: per entry its tokens, its rank (-1: raw) and its first row, keys first [3 or more, entries].
+        spans: numbers of the spans [M].
+        group: of each of their rows [P].
+        row: where it goes [P].
+        key: written [groups, R, d].
+        value: likewise.
 
     Returns:
-        [sum of lengths, d].
+        Rows read, of keys and of values; -1 when a span has factors, and nothing was written.
     """
-    rows = np.empty((length.sum(), raw.shape[1]), dtype=np.float32)
+    values = table.shape[1] // 2  # number of the first span's values
+    for s in spans:
+        if table[1, s] >= 0 or table[1, s + values] >= 0:
+            return -1
     at = 0
-    for m in range(len(begin)):
-        for r in range(begin[m], begin[m] + length[m]):
-            unit = step[r]
-            for c in range(raw.shape[1]):
-                rows[at, c] = unit * np.float32(raw[r, c])
+    for s in spans:
+        from_key, from_value = table[2, s], table[2, s + values]
+        for r in range(table[0, s]):
+            to_key, to_value = key[group[at], row[at]], value[group[at], row[at]]
+            key_unit, value_unit = step[from_key + r], step[from_value + r]
+            key_row, value_row = raw[from_key + r], raw[from_value + r]
+            for c in range(len(to_key)):
+                to_key[c] = key_unit * np.float32(key_row[c])
+                to_value[c] = value_unit * np.float32(value_row[c])
             at += 1
-    return rows
+    return 2 * at
+
+
+@_compiled
+def attend(query: Floats, key: Floats, value: Floats, n_context: int, bias: Floats, unseen: Flags) -> Floats:
+    """Attention of one token over the rows that it may see; the others are not read.
+
+    Args:
+        query: scaled by the factor on q.k [groups, n, d].
+        key: rows [groups, at least n_context + T, d], the context's first and the T of the tail from `n_context` on.
+        value: likewise [groups, at least n_context + T, d].
+        n_context: where the tail begins.
+        bias: added to the logits of the context's rows, -inf where a row is not seen [groups, 1 or n, n_context].
+        unseen: tail tokens that are not real [groups, T].
+
+    Returns:
+        [groups, n, d]; 0 for a query that sees nothing.
+    """
+    groups, per_group, dim = query.shape
+    out = np.zeros((groups, per_group, value.shape[2]), dtype=np.float32)
+    for group in range(groups):
+        seen = _seen(bias[group], unseen[group])
+        logits = np.empty((per_group, len(seen)), dtype=np.float32)
+        for m in range(len(seen)):
+            row = key[group, seen[m]]
+            for i in range(per_group):
+                asked = query[group, i]
+                inner = np.float32(0.0)
+                for c in range(dim):
+                    inner += asked[c] * row[c]
+                if seen[m] < n_context:
+                    inner += bias[group, min(i, bias.shape[1] - 1), seen[m]]
+                logits[i, m] = inner
+        exponentials(logits)
+        for m in range(len(seen)):
+            row = value[group, seen[m]]
+            for i in range(per_group):
+                weight, found = logits[i, m], out[group, i]
+                for c in range(len(row)):
+                    found[c] += weight * row[c]
+        for i in range(per_group):
+            out[group, i] /= max(logits[i].sum(), _TINY)
+    return out
+
+
+@_compiled
+def _seen(bias: Floats, unseen: Flags) -> Whole:
+    """Rows of one group that some query may see, from the bias of the context's [1 or n, n_context]."""
+    n_context = bias.shape[1]
+    rows, n = np.empty(n_context + len(unseen), dtype=np.int64), 0
+    for r in range(n_context):
+        visible = False
+        for i in range(len(bias)):
+            visible |= bias[i, r] > -np.inf
+        if visible:
+            rows[n] = r
+            n += 1
+    for t in range(len(unseen)):
+        if not unseen[t]:
+            rows[n] = n_context + t
+            n += 1
+    return rows[:n]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sekv.errors import PolicyError
+from sekv.kernels import Floats
 
 TAIL_BLOCK = 32  # tail tokens that leave together, so that rows rarely move
 
@@ -86,9 +87,19 @@ class ExactRows:
         return self._value[:, :, : self.used]
 
     @property
-    def key_buffer(self) -> Tensor:
-        """What `key` is a view of, room for later tokens included [batch, kv_heads, at least n_context + tail, dim]."""
-        return self._key
+    def compiled(self) -> bool:
+        """Whether compiled loops can read them: float32 on the CPU."""
+        return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (self._key, self._value))
+
+    def buffers(self, write: bool = False) -> tuple[Floats, Floats]:
+        """Keys and values with the room for later tokens [batch * kv_heads, at least n_context + tail, dim].
+
+        Args:
+            write: they will be written, and must not be another one's.
+        """
+        if write and self._shared:
+            self._grow(self.slack)
+        return self._key.flatten(0, 1).numpy(), self._value.flatten(0, 1).numpy()
 
     @property
     def tail_length(self) -> int:

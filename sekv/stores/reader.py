@@ -193,12 +193,9 @@ class SpanReader:
         """
         batch, heads, _, dim = query.shape
         grouped = query.reshape(batch, self._kv_heads, -1, dim).float() * scaling
-        buffer = rows.key_buffer
-        if buffer.device.type == "cpu" and buffer.dtype == torch.float32:
-            unseen = np.zeros((batch * self._kv_heads, rows.tail_length), dtype=bool)
-            if tail_mask is not None:
-                unseen.reshape(batch, self._kv_heads, -1)[:] = ~tail_mask[:, :, 0].numpy()
-            asked, keys = (x.flatten(0, 1).numpy() for x in (grouped, buffer))
+        if rows.compiled:
+            asked, keys = grouped.flatten(0, 1).numpy(), rows.buffers()[0]
+            unseen = self._unseen(rows, tail_mask)
             found = kernels.exact_log_sum(asked, keys, rows.n_context, self._group_bias, unseen)
             return torch.from_numpy(found).view(batch, heads, 1)
         logits = grouped @ rows.key.float().mT
@@ -212,25 +209,36 @@ class SpanReader:
         """Brings what one query token chose [B * K, 1 or G, S] into `rows`."""
         wanted: Index = chosen[:, 0] if chosen.shape[1] == 1 else np.asarray(chosen.any(axis=1))
         self._hold(wanted, rows, meter)
-        summaries = None if self.summaries is None or left is None else self.summaries.without(chosen, left)
-        n_choices = chosen.shape[1] if summaries is None else summaries[1].shape[1]
-        bias = np.zeros((len(chosen), n_choices, rows.n_context), dtype=np.float32)
+        added = None if self.summaries is None or left is None else self.summaries.logit_bias(left)
+        n_choices = chosen.shape[1] if added is None else added.shape[1]
+        bias = np.empty((len(chosen), n_choices, rows.n_context), dtype=np.float32)
         bias[..., : self.n_exact] = self._group_bias[:, None]
-        if summaries is not None:
-            bias[..., self.n_exact : self.n_persistent] = summaries[1]
-            if summaries[0] is not None:
-                rows.overwrite(self.n_exact, *summaries[0])
-        slots = bias[..., self.n_persistent :]
-        slots[np.broadcast_to(~self.slots.visible(chosen), slots.shape)] = -np.inf
+        if added is not None:
+            bias[..., self.n_exact : self.n_persistent] = added
+        if self.summaries is not None and self.summaries.merged and left is not None:
+            self.summaries.write_without(chosen[:, 0], left[:, 0], rows, self.n_exact)
+        bias[..., self.n_persistent :] = np.where(self.slots.visible(chosen), np.float32(0.0), np.float32(-np.inf))
         on_device = torch.from_numpy(bias).view(self._batch, self._kv_heads, n_choices, -1).to(rows.key.device)
         return Choice(on_device, attended, int((wanted * self._length).sum()))
 
     def _step(self, query: Tensor, scaling: float, choice: Choice, rows: ExactRows, tail_mask: Tensor | None) -> Tensor:
         """One query token: everything it may see lies in `rows` once its spans are in slots."""
-        bias = torch.nn.functional.pad(choice.bias, (0, rows.tail_length))
+        if rows.compiled:
+            asked = (query.float() * scaling).view(len(self._length), -1, query.shape[3]).numpy()
+            bias, unseen = choice.bias.flatten(0, 1).numpy(), self._unseen(rows, tail_mask)
+            found = kernels.attend(asked, *rows.buffers(), rows.n_context, bias, unseen)
+            return torch.from_numpy(found).view(*query.shape[:3], -1).to(query.dtype)
+        padded = torch.nn.functional.pad(choice.bias, (0, rows.tail_length))
         if tail_mask is not None:
-            bias[..., rows.n_context :].masked_fill_(~tail_mask, -torch.inf)
-        return packed_attention(query, rows.key, rows.value, bias, scaling)
+            padded[..., rows.n_context :].masked_fill_(~tail_mask, -torch.inf)
+        return packed_attention(query, rows.key, rows.value, padded, scaling)
+
+    def _unseen(self, rows: ExactRows, tail_mask: Tensor | None) -> kernels.Flags:
+        """Tail tokens that a single token must not see [B * K, T], on the CPU."""
+        unseen = np.zeros((self._batch, self._kv_heads, rows.tail_length), dtype=bool)
+        if tail_mask is not None:
+            unseen[:] = ~tail_mask[:, :, 0].numpy()
+        return unseen.reshape(self._batch * self._kv_heads, rows.tail_length)
 
     def _hold(self, wanted: Index, rows: ExactRows, meter: Meter) -> None:
         """Brings the wanted spans [B * K, S] into slots."""
@@ -242,9 +250,15 @@ class SpanReader:
         if missing is None:
             return
         meter.reused_rows -= len(missing.slot)
+        place_of = missing.slot + self.n_persistent
+        if ahead is None and rows.compiled and isinstance(self.bank, FactorBank):
+            moved = self.bank.rebuild_into(missing.spans, missing.group, place_of, *rows.buffers(write=True))
+            if moved is not None:
+                meter.moved_bytes += moved
+                return
         device = rows.key.device
         key, value = self._fetch(missing.spans, ahead, device, meter)
-        group, place = (torch.from_numpy(x).to(device) for x in (missing.group, missing.slot + self.n_persistent))
+        group, place = (torch.from_numpy(x).to(device) for x in (missing.group, place_of))
         rows.write(group, place, key, value)
 
     def _fetch(self, spans: Index, ahead: Ahead | None, device: torch.device, meter: Meter) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from sekv import kernels
 from sekv.attention import Merge, RowSet
 from sekv.host import Index, to_host
 from sekv.segmentation import Segmentation
+from sekv.stores.base import ExactRows
 
 
 class Summaries:
@@ -82,28 +83,36 @@ class Summaries:
         """
         return kernels.tokens_left(chosen, self._tokens, self._host_row, self._host_length)
 
-    def without(self, chosen: Index, left: Index) -> tuple[tuple[Tensor, Tensor] | None, Index]:
-        """The rows that are left when some spans are zoomed into.
+    def logit_bias(self, left: Index) -> Index:
+        """What is added to the logits of the rows, -inf where no token is left.
 
         Args:
-            chosen: bool [B * K, C, S], C = 1 or, only where no row is shared, G choices.
-            left: `tokens_left` of them.
+            left: `tokens_left` of one choice or several [B * K, C, M]; several only where no row is shared.
 
         Returns:
-            Keys and values [B, K, M, d], or None when they are those of `rows`; and what is added to the logits, -inf
-            where no token is left [B * K, C or G, M] float32.
+            [B * K, C or G, M] float32.
         """
         with np.errstate(divide="ignore"):
-            bias = np.log(left, dtype=np.float32) + self._host_bias
-        return self._rows_without(chosen[:, 0], left[:, 0]) if self.merged else None, bias
+            found: Index = np.log(left, dtype=np.float32) + self._host_bias
+        return found
+
+    def write_without(self, chosen: Index, left: Index, rows: ExactRows, first: int) -> None:
+        """Brings the rows from `first` on to what is left when some spans are zoomed into; needs shared rows.
+
+        Args:
+            chosen: bool [B * K, S].
+            left: `tokens_left` of them [B * K, M].
+            rows: written.
+            first: where the M rows begin.
+        """
+        if not rows.compiled:
+            rows.overwrite(first, *self._rows_without(chosen, left))
+            return
+        for sums, x, out in zip(self._sums, (self.key, self.value), rows.buffers(write=True), strict=True):
+            total, summary = sums.flatten(0, 1).numpy(), x.flatten(0, 1).numpy()
+            kernels.rows_without(total, summary, chosen, left, self._host_row, self._host_length, out, first)
 
     def _rows_without(self, chosen: Index, tokens: Index) -> tuple[Tensor, Tensor]:
-        if all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (self.key, self.value)):
-            key, value = (
-                self._on_host(total, x, chosen, tokens)
-                for total, x in zip(self._sums, (self.key, self.value), strict=True)
-            )
-            return key, value
         device, shape = self._length.device, self._sums[0].shape
         group, span = np.nonzero(chosen)
         target = torch.from_numpy(group * self.n_rows + self._host_row[group, span]).to(device)
@@ -116,13 +125,6 @@ class Summaries:
             sums = total.flatten(0, 2).index_add(0, target, gone, alpha=-1.0).view(shape)
             result.append((sums / left).to(x.dtype))
         return result[0], result[1]
-
-    def _on_host(self, total: Tensor, summary: Tensor, chosen: Index, tokens: Index) -> Tensor:
-        """`_rows_without` of keys or of values, in one compiled loop."""
-        out = torch.empty_like(total)
-        sums, rows, found = (x.flatten(0, 1).numpy() for x in (total, summary, out))
-        kernels.rows_without(sums, rows, chosen, tokens, self._host_row, self._host_length, found)
-        return out
 
     def row_set(self, zoomed: Tensor) -> RowSet:
         """The rows of many queries at once, for `mixed_attention`.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sekv.segmentation import SegmentationConfig, segment
+from sekv.stores.base import ExactRows
 from sekv.stores.summaries import Summaries
 from tests.policies.specs import left_padding, randn
 
@@ -35,6 +36,18 @@ def choices(summaries: Summaries, count: int, seed: int = 0) -> np.ndarray:
     return chosen & (summaries._host_length > 0)[:, None]
 
 
+def without(summaries, chosen, left):
+    """The rows written between three rows before and two behind them, which stay as they are."""
+    n, dtype = summaries.n_rows, summaries.key.dtype
+    rows = ExactRows(
+        *(torch.full((2, 2, 5 + n, x.shape[3]), 7.0, dtype=dtype) for x in (summaries.key, summaries.value))
+    )
+    summaries.write_without(chosen[:, 0], left[:, 0], rows, 3)
+    for x in (rows.key, rows.value):
+        assert bool((x[:, :, :3] == 7.0).all()) and bool((x[:, :, 3 + n :] == 7.0).all())
+    return rows.key[:, :, 3 : 3 + n], rows.value[:, :, 3 : 3 + n]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("zoom", [False, True])
 def test_rows_are_means_of_what_is_left(dtype, zoom):
@@ -42,8 +55,7 @@ def test_rows_are_means_of_what_is_left(dtype, zoom):
     assert summaries.merged and summaries.n_rows == 16
     chosen = choices(summaries, 1) & zoom
     left = summaries.tokens_left(chosen)
-    found, bias = summaries.without(chosen, left)
-    assert found is not None
+    found, bias = without(summaries, chosen, left), summaries.logit_bias(left)
     if not zoom:
         for one, other in zip(found, summaries.rows(), strict=True):
             torch.testing.assert_close(one, other)
@@ -74,8 +86,8 @@ def test_own_rows_are_the_summaries_themselves():
     real = torch.from_numpy(summaries._host_length > 0).view(2, 2, -1)
     torch.testing.assert_close(summaries.rows()[0][real], summaries.key[real])
     chosen = choices(summaries, 2)  # a choice per query head
-    rows, bias = summaries.without(chosen, summaries.tokens_left(chosen))
-    assert rows is None and bias.shape == chosen.shape
+    bias = summaries.logit_bias(summaries.tokens_left(chosen))
+    assert bias.shape == chosen.shape
     visible = (summaries._host_length > 0)[:, None] & ~chosen
     assert (np.isfinite(bias) == visible).all()
     expected = (
@@ -87,8 +99,7 @@ def test_own_rows_are_the_summaries_themselves():
 def test_one_bias_serves_all_heads():
     one, many = make(0.1, bias=-1.0), make(0.1, bias=torch.full((4,), -1.0))
     chosen = choices(one, 1)
-    _, single = one.without(chosen, one.tokens_left(chosen))
-    _, each = many.without(chosen, many.tokens_left(chosen))
+    single, each = one.logit_bias(one.tokens_left(chosen)), many.logit_bias(many.tokens_left(chosen))
     assert single.shape[1] == 1 and each.shape[1] == 2
     np.testing.assert_array_equal(np.broadcast_to(single, each.shape), each)
 
@@ -109,8 +120,10 @@ def test_offloaded_summaries_answer_alike_and_cross_for_what_is_chosen():
     here, there = make(0.1), make(0.1, offload=True)
     chosen = choices(here, 1)
     left = here.tokens_left(chosen)
-    for one, other in zip(here.without(chosen, left)[0], there.without(chosen, left)[0], strict=True):
+    answers = [without(here, chosen, left), without(there, chosen, left), here._rows_without(chosen[:, 0], left[:, 0])]
+    for one, other, in_torch in zip(*answers, strict=True):
         assert torch.equal(one, other)
+        torch.testing.assert_close(one, in_torch)
     assert here.crossing_bytes(chosen[:, :, None]) == 0
     assert there.crossing_bytes(chosen[:, :, None]) == chosen.sum() * 2 * there.key.shape[3] * 4
     several = np.repeat(chosen[:, :, None], 3, axis=2)
