@@ -10,10 +10,12 @@ Dimensions: B batch, H query heads, K KV heads (H = G * K), Q queries, S spans, 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from einops import einsum
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sekv import kernels
@@ -103,26 +105,35 @@ class TokenIndex:
         scaling: float,
         mask: Tensor | None = None,
     ) -> Floats:
-        """`log_shares` of a single token [B * H, S], on a CPU and from whole numbers: the same in compiled loops."""
+        """`log_shares` of a single token [B * H, S], on a CPU and from whole numbers: the same in compiled loops.
+
+        The router's parameters must be detached.
+        """
         assert router.offset is not None
         logits = self._step_logits(router, query, scaling)
         if mask is not None:
             per_row = logits.reshape(len(mask), -1, logits.shape[1])
             np.copyto(per_row, -np.inf, where=~mask.numpy()[:, None])
         peak = kernels.exponentials(logits)
-        scale, offset = router.scale.detach().numpy(), router.offset.detach().numpy()
+        scale, offset = router.scale.numpy(), router.offset.numpy()
         return kernels.span_log_shares(logits, peak, span.numpy(), length.numpy(), rest.numpy().ravel(), scale, offset)
+
+    @cached_property
+    def _on_host(self) -> tuple[Floats, NDArray[np.uint8]]:
+        """Steps [B * K, r] and codes [B * K, ceil(r / 2), T] for compiled loops: views, made once."""
+        assert self.step is not None
+        return self.step.flatten(0, 1).squeeze(-1).numpy(), self.keys.flatten(0, 1).numpy()
 
     def _step_logits(self, router: LayerRouter, query: Tensor, scaling: float) -> Floats:
         """Inner products [B * H, T] of a single token's projected query."""
         assert self.step is not None
         if self.bits == 4:
             scaled = (query.float() * scaling).flatten(0, 2).numpy()
-            logits = np.empty((len(scaled), self.keys.shape[3]), dtype=np.float32)
-            step, codes = self.step.flatten(0, 1).squeeze(-1).numpy(), self.keys.flatten(0, 1).numpy()
-            kernels.index_logits(scaled, router.projection.detach().numpy(), step, codes, logits)
+            step, codes = self._on_host
+            logits = np.empty((len(scaled), codes.shape[2]), dtype=np.float32)
+            kernels.index_logits(scaled, router.projection.numpy(), step, codes, logits)
         else:
-            projected = (query.float() * scaling) @ router.projection.detach().mT
+            projected = (query.float() * scaling) @ router.projection.mT
             grouped = projected.reshape(*self.keys.shape[:2], -1, projected.shape[-1])
             logits = replace(self, later=None)._logits(grouped).flatten(0, 2).numpy()
         if self.later is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,11 @@ class Routing:
     fill: bool = False
     zoom: bool = True
     share_group: bool = True
+
+    @cached_property
+    def detached_router(self) -> LayerRouter | None:
+        """The router without gradients."""
+        return None if self.router is None else LayerRouter._make(x if x is None else x.detach() for x in self.router)
 
 
 @dataclass(frozen=True)
@@ -386,14 +392,13 @@ class OffloadedSpanStore(OffloadedStore, SpanStore):
     @torch.no_grad()
     def _choose_on_host(self, query: Tensor, scaling: float, tail_mask: Tensor | None) -> Tensor:
         """`_choose` of a single token on a CPU, with the index of tokens: the same choice in compiled loops."""
-        router, tokens = self.routing.router, self.plan.tokens
+        router, tokens = self.routing.detached_router, self.plan.tokens
         assert router is not None and self.index is not None
         rest = self._log_exact(query, scaling, tail_mask)
         mask = None if self.plan.all_tokens_real else tokens.mask
         share = self.index.step_log_shares(router, query, tokens.span, self._length, rest, scaling, mask)
         sharers = query.shape[1] // self.exact.key.shape[1] if self.routing.share_group else 1
-        bias, threshold = router.bias.detach().numpy(), router.threshold.detach().numpy()
-        order, eligible = kernels.wishes(share, bias, threshold, sharers)
+        order, eligible = kernels.wishes(share, router.bias.numpy(), router.threshold.numpy(), sharers)
         return self._take_on_host(order, np.ones_like(eligible) if self.routing.fill else eligible)
 
     def _select(self, order: Tensor, margin: Tensor | None = None) -> Tensor:

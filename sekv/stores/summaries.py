@@ -10,6 +10,8 @@ Dimensions: B batch, K KV heads, G query heads per KV head, Q queries, S spans, 
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -96,6 +98,12 @@ class Summaries:
             found: Index = np.log(left, dtype=np.float32) + self._host_bias
         return found
 
+    @cached_property
+    def _on_host(self) -> list[tuple[kernels.Floats, kernels.Floats]]:
+        """Sums [B * K, M, d] and summaries [B * K, S, d], of keys and of values, for compiled loops."""
+        pairs = zip(self._sums, (self.key, self.value), strict=True)
+        return [(total.flatten(0, 1).numpy(), x.flatten(0, 1).numpy()) for total, x in pairs]
+
     def write_without(self, chosen: Index, left: Index, rows: ExactRows, first: int) -> None:
         """Brings the rows from `first` on to what is left when some spans are zoomed into; needs shared rows.
 
@@ -108,8 +116,7 @@ class Summaries:
         if not rows.compiled:
             rows.overwrite(first, *self._rows_without(chosen, left))
             return
-        for sums, x, out in zip(self._sums, (self.key, self.value), rows.buffers(write=True), strict=True):
-            total, summary = sums.flatten(0, 1).numpy(), x.flatten(0, 1).numpy()
+        for (total, summary), out in zip(self._on_host, rows.buffers(write=True), strict=True):
             kernels.rows_without(total, summary, chosen, left, self._host_row, self._host_length, out, first)
 
     def _rows_without(self, chosen: Index, tokens: Index) -> tuple[Tensor, Tensor]:
