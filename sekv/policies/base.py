@@ -35,7 +35,6 @@ class Policy(ABC):
     """
 
     name: ClassVar[str]
-    needs_surprisal: ClassVar[bool] = False
     uses_budget: ClassVar[bool] = True  # False: the same at every budget
 
     sinks: int = 4
@@ -46,6 +45,11 @@ class Policy(ABC):
         for option in ("sinks", "tail"):
             if getattr(self, option) < 0:
                 raise PolicyError(f"{self.name}: {option} must be 0 or more, got {getattr(self, option)}")
+
+    @property
+    def needs_surprisal(self) -> bool:
+        """Whether the prefill must compute surprisal for this policy: the LM head over every token."""
+        return False
 
     @property
     def window(self) -> int:

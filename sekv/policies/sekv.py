@@ -56,7 +56,6 @@ class SeKVPolicy(Policy):
     """
 
     name: ClassVar[str] = "sekv"
-    needs_surprisal: ClassVar[bool] = True
 
     adapter: SeKVAdapter | None = field(default=None, repr=False)
     routing: str = "learned"
@@ -100,6 +99,11 @@ class SeKVPolicy(Policy):
             )
         self._segmentation = self._config.cutting(sinks=self.sinks, tail=self.tail)
 
+    @property
+    def needs_surprisal(self) -> bool:
+        """Not for equal chunks whose tokens weigh alike: then a prefill saves the LM head over every token."""
+        return "surprisal" in (self._config.segmentation, self._config.summary_weights)
+
     def prepare(self, prefill: Prefill, budget: Budget) -> SpanPlan:
         """Cuts the contexts and sees what is left for zooming."""
         if self._config.rope == "pre" and not prefill.backbone.rotates_halves:
@@ -110,10 +114,9 @@ class SeKVPolicy(Policy):
         rows, lengths = self.rows(prefill, budget), prefill.lengths
         minimum = torch.tensor([self._segmentation.minimum_rows(n) for n in lengths.tolist()], device=lengths.device)
         check_minimum(rows, minimum, lengths, "sekv (sinks, tail, summaries and one zoomed span)")
-        assert prefill.surprisal is not None
         breaks = prefill.backbone.line_breaks
         segmentation = segment(
-            prefill.surprisal,
+            torch.zeros_like(prefill.mask, dtype=torch.float32) if prefill.surprisal is None else prefill.surprisal,
             prefill.mask,
             rows,
             self._segmentation,
@@ -188,8 +191,10 @@ class SeKVPolicy(Policy):
 
     def token_weights(self, prefill: Prefill) -> Tensor:
         """Weight of each token in its span's summary [B, N]: surprisal, or 1 under `summary_weights=uniform`."""
+        if self._config.summary_weights == "uniform":
+            return torch.ones_like(prefill.mask, dtype=torch.float32)
         assert prefill.surprisal is not None
-        return prefill.surprisal if self._config.summary_weights == "surprisal" else torch.ones_like(prefill.surprisal)
+        return prefill.surprisal
 
 
 @dataclass(kw_only=True)

@@ -41,7 +41,7 @@ class WrapperPolicy(ScorerPolicy):
         super().__post_init__()
 
     @property
-    def needs_surprisal(self) -> bool:  # type: ignore[override]
+    def needs_surprisal(self) -> bool:
         """The base's."""
         return self.base.needs_surprisal
 

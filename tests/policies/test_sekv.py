@@ -200,3 +200,19 @@ def test_a_bound_on_every_layers_rows_gives_all_layers_the_same(tiny_backbone):
     cache = compress(state, SeKVPolicy(adapter=adapter, max_rows=200), 0.3)
     first, second = (store.reader.slots.capacity for store in cache.stores)
     assert first == second
+
+
+@torch.no_grad()
+def test_equal_chunks_with_equal_weights_need_no_surprisal(tiny_backbone):
+    plain = {"routing": "mean", "segmentation": "fixed", "summary_weights": "uniform"}
+    policy = SeKVPolicy(**plain)
+    assert not policy.needs_surprisal
+    states = [prefill(tiny_backbone, ids(2, 300), surprisal=s) for s in (False, True)]
+    one, other = (compress(state, policy, 0.3).stores[1] for state in states)
+    assert torch.equal(one.summary_key, other.summary_key)
+    assert torch.equal(one.plan.segmentation.span_start, other.plan.segmentation.span_start)
+    for changed in ({"segmentation": "surprisal"}, {"summary_weights": "surprisal"}):
+        policy = SeKVPolicy(**(plain | changed))
+        assert policy.needs_surprisal
+        with pytest.raises(PolicyError, match="needs surprisal"):
+            compress(states[0], policy, 0.3)
