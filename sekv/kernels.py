@@ -1,8 +1,8 @@
 """Compiled loops for a decode step on the host: a few thousand numbers, where an operator costs more than its work.
 
-Everything here has a plain counterpart in torch, which accelerators and longer questions use: the index of tokens
-(`TokenIndex.log_shares`), the choice of spans (`select_spans`), summary rows (`Summaries`). Compiled once per machine
-and kept beside the package.
+What computes with keys and values has a plain counterpart in torch, which accelerators and longer questions use:
+`TokenIndex.log_shares`, `log_sum`, `select_spans`, `Summaries`, `FactorBank.fetch`, `packed_attention`. The
+bookkeeping of slots lives on the host for every device. Compiled once per machine and kept beside the package.
 
 Dimensions: B batch, K KV heads, H = G * K query heads, S spans, T span tokens, r routing dimension, d head dimension, E
 exact rows, M summary rows, C slots. A *group* is one (batch row, KV head) pair, n its query heads or its choices.
@@ -22,7 +22,7 @@ Whole = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 _BLOCK = 512  # tokens whose logits stay in the innermost cache while the directions are gone through
-_NO_SPAN = np.float32(-1e4)  # log share where there is no span: finite, so that nothing becomes NaN in a product with 0
+NO_SPAN = np.float32(-1e4)  # log share where there is no span: finite, so that nothing becomes NaN in a product with 0
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _TINY = np.finfo(np.float32).tiny
 PASSES = 3  # greedy passes over the ranked spans; later ones fill what one span too long for the rest left open
@@ -147,7 +147,7 @@ def span_log_shares(
         most = np.float32(-np.inf)
         for s in range(n_spans):
             estimate = (np.log(max(found[s], _TINY)) + peak[row]) * scale[h] + offset[h]
-            total = estimate if length[b, s] > 0 else _NO_SPAN
+            total = estimate if length[b, s] > 0 else NO_SPAN
             found[s] = total
             most = max(most, total)
         most = max(most, rest[row])

@@ -20,12 +20,11 @@ from torch import Tensor
 
 from sekv import kernels
 from sekv.adapter import LayerRouter
-from sekv.kernels import Floats
+from sekv.kernels import NO_SPAN, Floats
 from sekv.routing import sum_by_span
 
 _LARGEST = {4: 7, 8: 127}  # whole number by bits
 _ZERO = 8  # what stands for zero in four bits, which have no sign
-_NO_SPAN = -1e4  # log share where there is no span: finite, so that nothing becomes NaN in a product with 0
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ class TokenIndex:
         total = sum_by_span(torch.exp(logits - peak), span, length.shape[1]).clamp_min(tiny).log() + peak
         assert router.offset is not None
         total = total * router.scale[:, None, None] + router.offset[:, None, None]
-        total = total.masked_fill((length == 0)[:, None, None], _NO_SPAN)
+        total = total.masked_fill((length == 0)[:, None, None], float(NO_SPAN))
         return total - torch.logaddexp(total.logsumexp(dim=-1), rest)[..., None]
 
 
