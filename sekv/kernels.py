@@ -230,32 +230,13 @@ def exact_log_sum(query: Floats, key: Floats, n_context: int, bias: Floats, unse
     Returns:
         [groups, n], -inf where nothing is seen.
     """
-    groups, per_group, dim = query.shape
-    n_exact = bias.shape[1]
-    n_rows = n_exact + unseen.shape[1]
-    logits = np.empty(n_rows, dtype=np.float32)
-    found = np.empty((groups, per_group), dtype=np.float32)
-    for group in range(groups):
-        for i in range(per_group):
-            most = np.float32(-np.inf)
-            for r in range(n_rows):
-                row = key[group, r if r < n_exact else r - n_exact + n_context]
-                inner = np.float32(0.0)
-                for c in range(dim):
-                    inner += query[group, i, c] * row[c]
-                if r < n_exact:
-                    inner += bias[group, r]
-                elif unseen[group, r - n_exact]:
-                    inner = np.float32(-np.inf)
-                logits[r] = inner
-                most = max(most, inner)
-            total = np.float32(0.0)
-            if most > -np.inf:
-                for r in range(n_rows):
-                    total += np.exp(logits[r] - most)
-                found[group, i] = most + np.log(total)
-            else:
-                found[group, i] = most
+    found = np.empty(query.shape[:2], dtype=np.float32)
+    for group in range(len(query)):
+        seen = _seen(bias[group : group + 1], unseen[group], n_context)
+        logits = _seen_logits(query[group], key[group], seen, bias[group : group + 1])
+        peaks = exponentials(logits)
+        for i in range(len(peaks)):
+            found[group, i] = peaks[i] + np.log(logits[i].sum())
     return found
 
 
@@ -472,21 +453,11 @@ def attend(query: Floats, key: Floats, value: Floats, n_context: int, bias: Floa
     Returns:
         [groups, n, d]; 0 for a query that sees nothing.
     """
-    groups, per_group, dim = query.shape
+    groups, per_group, _ = query.shape
     out = np.zeros((groups, per_group, value.shape[2]), dtype=np.float32)
     for group in range(groups):
-        seen = _seen(bias[group], unseen[group])
-        logits = np.empty((per_group, len(seen)), dtype=np.float32)
-        for m in range(len(seen)):
-            row = key[group, seen[m]]
-            for i in range(per_group):
-                asked = query[group, i]
-                inner = np.float32(0.0)
-                for c in range(dim):
-                    inner += asked[c] * row[c]
-                if seen[m] < n_context:
-                    inner += bias[group, min(i, bias.shape[1] - 1), seen[m]]
-                logits[i, m] = inner
+        seen = _seen(bias[group], unseen[group], n_context)
+        logits = _seen_logits(query[group], key[group], seen, bias[group])
         exponentials(logits)
         for m in range(len(seen)):
             row = value[group, seen[m]]
@@ -500,11 +471,11 @@ def attend(query: Floats, key: Floats, value: Floats, n_context: int, bias: Floa
 
 
 @_compiled
-def _seen(bias: Floats, unseen: Flags) -> Whole:
-    """Rows of one group that some query may see, from the bias of the context's [1 or n, n_context]."""
-    n_context = bias.shape[1]
-    rows, n = np.empty(n_context + len(unseen), dtype=np.int64), 0
-    for r in range(n_context):
+def _seen(bias: Floats, unseen: Flags, n_context: int) -> Whole:
+    """Rows of one group that some query may see: the first by their bias [1 or n, E], then the tail's."""
+    n_first = bias.shape[1]
+    rows, n = np.empty(n_first + len(unseen), dtype=np.int64), 0
+    for r in range(n_first):
         visible = False
         for i in range(len(bias)):
             visible |= bias[i, r] > -np.inf
@@ -516,3 +487,20 @@ def _seen(bias: Floats, unseen: Flags) -> Whole:
             rows[n] = n_context + t
             n += 1
     return rows[:n]
+
+
+@_compiled
+def _seen_logits(query: Floats, key: Floats, seen: Whole, bias: Floats) -> Floats:
+    """Logits [n, M] of queries [n, d] and the rows `seen` [M], with the bias of the first rows [1 or n, E]."""
+    logits = np.empty((len(query), len(seen)), dtype=np.float32)
+    for m in range(len(seen)):
+        row = key[seen[m]]
+        for i in range(len(query)):
+            asked = query[i]
+            inner = np.float32(0.0)
+            for c in range(len(row)):
+                inner += asked[c] * row[c]
+            if seen[m] < bias.shape[1]:
+                inner += bias[min(i, len(bias) - 1), seen[m]]
+            logits[i, m] = inner
+    return logits

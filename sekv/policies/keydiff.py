@@ -12,7 +12,7 @@ from torch.nn.functional import normalize
 from sekv.policies.scorer import ScorerPolicy
 from sekv.prefill import Prefill
 
-_TINY = 1e-12  # least length that a key is divided by
+TINY = 1e-12  # least length that a key is divided by
 
 
 @dataclass(kw_only=True)
@@ -34,12 +34,16 @@ class KeyDiffPolicy(ScorerPolicy):
 
     def score_keys(self, key: Tensor, mask: Tensor) -> Tensor:
         """-cos to the mean direction of the real keys."""
-        unit = unit_keys(key, mask)
-        # The sum serves as the mean: a cosine does not see lengths.
-        return -(unit @ normalize(unit.sum(dim=2), dim=-1)[..., None]).squeeze(-1)
+        return -cosine_to_mean(unit_keys(key, mask))
 
 
 def unit_keys(key: Tensor, mask: Tensor) -> Tensor:
     """Keys [B, K, N, d] scaled to length 1 in float32; 0 at padding of [B, 1 or K, N], and near 0 where a key is."""
     key = key.float()
-    return key * (mask / vector_norm(key, dim=-1).clamp_min(_TINY))[..., None]
+    return key * (mask / vector_norm(key, dim=-1).clamp_min(TINY))[..., None]
+
+
+def cosine_to_mean(unit: Tensor) -> Tensor:
+    """Cosine of each unit key with the mean of all of them [..., n], from [..., n, d]."""
+    # The sum serves as the mean: a cosine does not see lengths.
+    return (unit @ normalize(unit.sum(dim=-2), dim=-1)[..., None]).squeeze(-1)

@@ -10,16 +10,15 @@ import torch
 from einops import einsum
 from torch import Tensor
 from torch.linalg import vector_norm
-from torch.nn.functional import normalize, pad
+from torch.nn.functional import pad
 
 from sekv.errors import PolicyError
-from sekv.policies.keydiff import unit_keys
+from sekv.policies.keydiff import TINY, cosine_to_mean, unit_keys
 from sekv.policies.scorer import ScorerPolicy, scale_to_unit
 from sekv.prefill import Prefill
 
 _PRIOR = (0.4, 0.4, 0.2)  # weights of the stable, episodic and current memory before a head's own gaps speak
 _GAP_SHARE = 10  # the highest and the lowest tenth of the tokens define a gap
-_TINY = 1e-12  # least length that a vector is divided by
 _EPISODES, _SHORTEST_EPISODE, _LONGEST_EPISODE = 32, 128, 256
 
 
@@ -80,12 +79,10 @@ class NestedKVPolicy(ScorerPolicy):
 
     def anomalies(self, unit: Tensor, prefill: Prefill) -> Tensor:
         """Scaled anomaly against the stable, episodic and current memory [3, B, K, N], from unit keys [B, K, N, d]."""
-        # Sums serve as means: a cosine does not see lengths.
-        stable = (unit @ normalize(unit.sum(dim=2), dim=-1)[..., None]).squeeze(-1)
         current = _window_sums(unit, min(self.current_window, unit.shape[2]))
-        # As a product of matrices: no array of N x d is made just to be added up.
-        near = einsum(unit, current, "b k n d, b k n d -> b k n") / vector_norm(current, dim=-1).clamp_min(_TINY)
-        raw = -torch.stack([stable, _episode_cosines(unit, prefill), near])
+        # The sum serves as the mean; as a product of matrices, no array of N x d is made just to be added up.
+        near = einsum(unit, current, "b k n d, b k n d -> b k n") / vector_norm(current, dim=-1).clamp_min(TINY)
+        raw = -torch.stack([cosine_to_mean(unit), _episode_cosines(unit, prefill), near])
         return scale_to_unit(raw, prefill.mask[:, None])
 
 
@@ -97,8 +94,7 @@ def _episode_cosines(unit: Tensor, prefill: Prefill) -> Tensor:
         size = min(max(length // _EPISODES, _SHORTEST_EPISODE), _LONGEST_EPISODE)
         real = unit[row, :, n - length :]
         blocks = pad(real, (0, 0, 0, -length % size)).unflatten(1, (-1, size))  # [K, n_blocks, size, d]
-        memory = normalize(blocks.sum(dim=2), dim=-1)
-        found[row, :, n - length :] = (blocks @ memory[..., None]).flatten(1)[:, :length]
+        found[row, :, n - length :] = cosine_to_mean(blocks).flatten(1)[:, :length]
     return found
 
 
